@@ -1,0 +1,1 @@
+"""Hybrid parallelism for Lightning."""

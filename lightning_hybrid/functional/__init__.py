@@ -1,0 +1,1 @@
+"""Pure functions: no process, no communication, no Lightning."""

@@ -1,0 +1,69 @@
+"""Nested containers as a list of leaves and a picklable description of what held them.
+
+`torch.utils._pytree` was considered: it is private, and it descends into registered objects such as key-value caches,
+whose tensors must stay where they are. Here only tuples, lists, mappings and named tuples are containers; anything else is a leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Node:
+    """A container: its type, the keys of a mapping (else None) and its children, each a `Node` or None for a leaf."""
+
+    kind: type
+    keys: tuple[Any, ...] | None
+    children: tuple[Node | None, ...]
+
+
+def flatten(tree: object) -> tuple[list[Any], Node | None]:
+    """Leaves of `tree` in order, and its description; `unflatten` is the inverse."""
+    leaves: list[Any] = []
+    return leaves, _describe(tree, leaves)
+
+
+def leaves_of(tree: object) -> list[Any]:
+    """Only the leaves."""
+    return flatten(tree)[0]
+
+
+def unflatten(leaves: list[Any], node: Node | None) -> Any:
+    """The tree whose leaves are `leaves`, in order."""
+    return _build(iter(leaves).__next__, node)
+
+
+def map_leaves(function: Callable[[Any], Any], tree: object) -> Any:
+    """The same tree with `function` applied to each leaf."""
+    leaves, node = flatten(tree)
+    return unflatten([function(leaf) for leaf in leaves], node)
+
+
+def _describe(tree: Any, leaves: list[Any]) -> Node | None:
+    if isinstance(tree, Mapping):
+        return Node(type(tree), tuple(tree.keys()), tuple(_describe(tree[key], leaves) for key in tree))
+    if type(tree) in (tuple, list) or _is_named_tuple(type(tree)):
+        return Node(type(tree), None, tuple(_describe(child, leaves) for child in tree))
+    leaves.append(tree)
+    return None
+
+
+def _build(take: Callable[[], Any], node: Node | None) -> Any:
+    if node is None:
+        return take()
+    children = [_build(take, child) for child in node.children]
+    if node.keys is None:
+        return node.kind(*children) if _is_named_tuple(node.kind) else node.kind(children)
+    items = dict(zip(node.keys, children, strict=True))
+    if node.kind is dict:
+        return items
+    if is_dataclass(node.kind):  # transformers' ModelOutput is a mapping and a dataclass
+        return node.kind(**{str(key): value for key, value in items.items()})
+    return node.kind(items)
+
+
+def _is_named_tuple(kind: type) -> bool:
+    return issubclass(kind, tuple) and hasattr(kind, "_fields")

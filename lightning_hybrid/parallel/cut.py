@@ -1,0 +1,148 @@
+"""The stage cut: which parts of one unmodified model this rank holds, and the gates that make it run as any of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.parallel.gates import Gate, GateKeeper, add_gate, hollow
+
+
+class StageCut:
+    """One rank's view of the model: the blocks of its chunks, and everything outside the blocks until a probe says otherwise.
+
+    Args:
+        root: The whole model; it is changed in place.
+        blocks: Dotted names of all blocks, in order.
+        sizes: Blocks of each stage; their number is pipeline size times chunks.
+        pipeline: Number of pipeline ranks.
+        rank: This rank's position among them.
+        device: Where the model lives or is going to.
+
+    Attributes:
+        names: Names of every parameter of the whole model in its order, shared ones once.
+        aliases: Second names of shared parameters, to the name in `names`.
+        parameters: The parameters that are here, by name.
+        block_stages: For each parameter that belongs to blocks, the stages of those.
+        outside: Names of parameters reachable outside the blocks: every rank holds them until `release`.
+        stand_ins: What took the place of absent parameters, by name.
+        ancestors: Names of the modules that contain blocks.
+        guarded: (module, attribute) that blocks set while they run, readable by their own stage only.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        blocks: Sequence[str],
+        sizes: Sequence[int],
+        *,
+        pipeline: int,
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        self.root, self.blocks, self.pipeline, self.rank, self.device = root, list(blocks), pipeline, rank, device
+        self.bounds = [0, *accumulate(sizes)]
+        self.keeper = GateKeeper(device)
+        self.num_stages = len(sizes)
+        self.stages = list(range(rank, self.num_stages, pipeline))
+        first: dict[int, str] = {}
+        self.aliases: dict[str, str] = {}
+        for name, parameter in root.named_parameters(remove_duplicate=False):
+            if first.setdefault(id(parameter), name) != name:
+                self.aliases[name] = first[id(parameter)]
+        self.names = [name for name, _ in root.named_parameters()]
+        self.parameters: dict[str, nn.Parameter] = dict(root.named_parameters())
+        self.block_stages: dict[str, set[int]] = {}
+        self.stand_ins: dict[str, Tensor] = {}
+        self.guarded: set[tuple[str, str]] = set()
+        self.gates: list[Gate] = []
+        self._find_owners()
+        self._add_gates()
+        self._drop_absent_blocks()
+
+    def blocks_of_stage(self, stage: int) -> range:
+        """Positions of a stage's blocks."""
+        return range(self.bounds[stage], self.bounds[stage + 1])
+
+    def stage_of_block(self, position: int) -> int:
+        """The stage that owns a block."""
+        return next(stage for stage in range(self.num_stages) if position in self.blocks_of_stage(stage))
+
+    def is_readable(self, stage: int) -> bool:
+        """Whether values that `stage` left in its blocks belong to the run under way."""
+        return stage in self.stages and (self.keeper.active is None or self.keeper.active.stage == stage)
+
+    def release(self, name: str) -> nn.Parameter:
+        """Let go of a parameter that no run on this rank needs; a stand-in takes its place."""
+        parameter = self.parameters.pop(name)
+        for alias in self.names_of(name):
+            if alias not in self.stand_ins:
+                self._hollow(alias)
+        return parameter
+
+    def names_of(self, name: str) -> list[str]:
+        """All names of a parameter."""
+        return [name, *(alias for alias, target in self.aliases.items() if target == name)]
+
+    def refresh(self) -> None:
+        """Look the parameters up again, after something (`fully_shard`) has replaced them."""
+        present = dict(self.root.named_parameters())
+        self.parameters = {name: present[name] for name in self.parameters}
+
+    def _find_owners(self) -> None:
+        prefixes = {f"{block}.": self.stage_of_block(position) for position, block in enumerate(self.blocks)}
+        self.outside: set[str] = set()
+        for name in [*self.names, *self.aliases]:
+            owner = next((stage for prefix, stage in prefixes.items() if name.startswith(prefix)), None)
+            if owner is None:
+                self.outside.add(self.aliases.get(name, name))
+            else:
+                self.block_stages.setdefault(self.aliases.get(name, name), set()).add(owner)
+
+    def _add_gates(self) -> None:
+        self.ancestors = {""}
+        for position, name in enumerate(self.blocks):
+            owned = self.stage_of_block(position) in self.stages
+            self._add_gate(Gate(self.keeper, name, position, owned=owned))
+            parts = name.split(".")
+            self.ancestors.update(".".join(parts[:i]) for i in range(len(parts)))
+        gated: set[int] = set()
+        for name in outside_modules(self.root, self.ancestors, set(self.blocks)):
+            module = self.root.get_submodule(name)
+            if id(module) not in gated:  # a shared embedding has several names and one gate
+                gated.add(id(module))
+                self._add_gate(Gate(self.keeper, name, None, owned=True))
+
+    def _add_gate(self, gate: Gate) -> None:
+        self.gates.append(gate)
+        add_gate(self.root.get_submodule(gate.name), gate)
+
+    def _drop_absent_blocks(self) -> None:
+        here = set(self.stages)
+        for position, block in enumerate(self.blocks):
+            if self.stage_of_block(position) not in here:
+                for name, _ in list(self.root.get_submodule(block).named_parameters(prefix=block, remove_duplicate=False)):
+                    self._hollow(name)
+        for name, stages in self.block_stages.items():
+            if not stages & here and name not in self.outside:
+                del self.parameters[name]
+
+    def _hollow(self, name: str) -> None:
+        parent, _, leaf = name.rpartition(".")
+        module = self.root.get_submodule(parent)
+        if leaf in dict(module.named_parameters(recurse=False, remove_duplicate=False)):  # a shared module has lost it under its other name
+            self.stand_ins[name] = hollow(module, leaf)
+
+
+def outside_modules(root: nn.Module, ancestors: set[str], blocks: set[str]) -> list[str]:
+    """The largest modules with parameters that hold no block and lie in none."""
+    found: list[str] = []
+    for ancestor in sorted(ancestors):
+        for child_name, child in root.get_submodule(ancestor).named_children():
+            name = f"{ancestor}.{child_name}" if ancestor else child_name
+            if name not in ancestors and name not in blocks and any(True for _ in child.parameters()):
+                found.append(name)
+    return found

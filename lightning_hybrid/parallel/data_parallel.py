@@ -1,0 +1,152 @@
+"""Data parallelism of one rank's stages: gradients summed once a step (stage 0), optimizer states sharded too (ZeRO stage 1).
+
+Torch's `fully_shard` does the sharding. Plain replication does not need it: one flat all-reduce a step is faster than its
+per-module collectives, and cheaper than `DistributedDataParallel`, whose reducer expects a backward for each forward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from lightning_hybrid.parallel.cut import StageCut
+from lightning_hybrid.parallel.gradients import sum_gradients
+from lightning_hybrid.parallel.mesh import Mesh
+from lightning_hybrid.parallel.run import Result
+
+Backwards = Iterable[tuple[int, int]]
+"""(stage, micro-batch) of a step's backward passes on one rank, in order."""
+
+
+class DataParallel(Protocol):
+    """What the runtime asks of data parallelism."""
+
+    def step(self, function: Callable[[], Result]) -> Result:
+        """Run one stage once."""
+
+    def begin(self, backwards: Backwards, *, reduce: bool) -> None:
+        """Learn the order of the coming backward passes, and whether gradients are reduced after them."""
+
+    def before_backward(self, stage: int, micro_batch: int) -> None:
+        """Prepare for one backward pass."""
+
+    def finish(self, parameters: list[nn.Parameter]) -> None:
+        """Sum what is left to sum, after the last backward of an accumulation window."""
+
+    def gather(self) -> None:
+        """Make all parameters whole, so that forward passes need no collective."""
+
+
+class Replicated:
+    """Every replica holds everything; gradients are summed after the last backward of a window."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def step(self, function: Callable[[], Result]) -> Result:
+        """Run one stage once."""
+        return function()
+
+    def begin(self, backwards: Backwards, *, reduce: bool) -> None:
+        """Nothing depends on the order."""
+
+    def before_backward(self, stage: int, micro_batch: int) -> None:
+        """Nothing happens in a backward pass."""
+
+    def finish(self, parameters: list[nn.Parameter]) -> None:
+        """Sum the gradients over the replicas."""
+        sum_gradients([parameter for parameter in parameters if parameter.requires_grad], self._mesh.data_group)
+
+    def gather(self) -> None:
+        """Everything is whole."""
+
+
+class _Step(nn.Module):
+    """What `fully_shard` takes for the root: its forward returns also where the user's step leaves by an exception."""
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()
+        self.root = root
+
+    def forward(self, function: Callable[[], Result]) -> tuple[list[Tensor], Any]:
+        result = function()
+        return result.payload, result.output
+
+
+class Sharded:
+    """Each replica owns a slice of every parameter for the optimizer; parameters stay gathered from a step's first forward to
+    its last backward, which reduces the gradients once.
+    """
+
+    def __init__(self, cut: StageCut | None, root: nn.Module, mesh: Mesh) -> None:
+        device_mesh = DeviceMesh.from_group(mesh.data_group, mesh.device.type, mesh_dim_names=("data",))
+        self._num_stages = cut.num_stages if cut else 1
+        self._blocks: dict[int, list[FSDPModule]] = {}
+        users = Counter(id(p) for module in root.modules() for p in module.parameters(recurse=False))
+        for stage in cut.stages if cut else []:
+            assert cut is not None
+            blocks = [root.get_submodule(cut.blocks[position]) for position in cut.blocks_of_stage(stage)]
+            self._blocks[stage] = [
+                fully_shard(block, mesh=device_mesh, reshard_after_forward=False)
+                for block in blocks
+                # a parameter shared with another module must be in that module's group: the root's
+                if any(True for _ in block.parameters()) and all(users[id(p)] == 1 for p in block.parameters())
+            ]
+        self._root = fully_shard(_Step(root), mesh=device_mesh, reshard_after_forward=False)
+        for module in (module for module in self._root.modules() if isinstance(module, FSDPModule)):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        self._last: dict[int, int] = {}
+        self._reduce = False
+        self._order: list[tuple[int, int]] = []
+
+    def step(self, function: Callable[[], Result]) -> Result:
+        """Run one stage once, inside the root's hooks."""
+        payload, output = self._root(function)
+        return Result(payload, output)
+
+    def begin(self, backwards: Backwards, *, reduce: bool) -> None:
+        """Only the last backward of each stage, and the very last for the root, reduces and lets go of whole parameters."""
+        self._order, self._reduce = list(backwards), reduce
+        self._last = {stage: index for index, (stage, _) in enumerate(self._order)}
+        self._index = 0
+
+    def before_backward(self, stage: int, micro_batch: int) -> None:
+        """Switch the reduction on for last backward passes."""
+        index = self._index
+        assert self._order[index] == (stage, micro_batch), "backward passes run in the order that begin() was told"
+        self._index += 1
+        for other, blocks in self._blocks.items():
+            last = self._reduce and index >= self._last[other]
+            for block in blocks:
+                _set_last(block, last=last)
+        last = self._reduce and index == len(self._order) - 1
+        _set_last(self._root, last=last)
+        self._root.set_is_last_backward(last)
+
+    def finish(self, parameters: list[nn.Parameter]) -> None:
+        """The backward passes have reduced everything."""
+
+    def gather(self) -> None:
+        """Gather the parameters of all modules."""
+        for module in self._root.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+
+
+def _set_last(module: FSDPModule, *, last: bool) -> None:
+    module.set_requires_gradient_sync(last, recurse=False)
+    module.set_reshard_after_backward(last, recurse=False)
+
+
+def broadcast_state(tensors: Iterable[Tensor], source: int, group: Any) -> None:
+    """Give all ranks of a group the values of `source`, a world rank."""
+    with torch.no_grad():
+        for tensor in tensors:
+            torch.distributed.broadcast(tensor.detach(), source, group=group)

@@ -1,0 +1,213 @@
+"""One rank's training engine: plans, schedules, gradients and ownership behind two calls, `train` and `evaluate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.functional.lowering import lower
+from lightning_hybrid.functional.schedules import Action, Kind, choose, forward_only
+from lightning_hybrid.parallel.cut import StageCut
+from lightning_hybrid.parallel.data_parallel import DataParallel, Replicated, Sharded
+from lightning_hybrid.parallel.executor import Executor, Work
+from lightning_hybrid.parallel.mesh import Mesh
+from lightning_hybrid.parallel.ownership import Ownership, settle
+from lightning_hybrid.parallel.plan import Plan
+from lightning_hybrid.parallel.probe import probe
+from lightning_hybrid.parallel.probe_run import ProbeRun
+from lightning_hybrid.parallel.run import Result, StageRun
+from lightning_hybrid.parallel.streams import Streams
+
+
+@dataclass(frozen=True)
+class Step:
+    """One batch's worth of work.
+
+    Attributes:
+        name: The step's name and whatever identifies the batch: what random numbers are derived from.
+        keys: For each micro-batch, what its plan is valid for.
+        call: Runs the user's step on a micro-batch, by number.
+    """
+
+    name: tuple[object, ...]
+    keys: Sequence[Hashable]
+    call: Callable[[int], Any]
+
+
+class Engine:
+    """Runs the user's steps over the stages of this rank.
+
+    Args:
+        root: The model, already cut.
+        cut: The cut; None on a pipeline of one stage.
+        mesh: Groups of this rank.
+        schedule: "auto", "gpipe", "1f1b" or "interleaved_1f1b".
+        num_chunks: Stages of each rank.
+        zero_stage: 0 or 1.
+        seed: Base of all random numbers drawn in steps; the same on every rank.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        cut: StageCut | None,
+        mesh: Mesh,
+        *,
+        schedule: str,
+        num_chunks: int,
+        zero_stage: int,
+        seed: int,
+    ) -> None:
+        self.root, self.cut, self.mesh = root, cut, mesh
+        self.num_stages = mesh.layout.pipeline * num_chunks
+        self.executor = Executor(mesh, self.num_stages)
+        self.data: DataParallel = Replicated(mesh)
+        self.ownership: Ownership | None = None
+        self._zero_stage, self._seed = zero_stage, seed
+        self._plans: dict[Hashable, dict[int, Plan]] = {}
+        self._needed: dict[int, set[str]] = {}
+        self._program = cache(lambda m: self._lower(choose(schedule, mesh.layout.pipeline, m, num_chunks)))
+        self._forward_program = cache(lambda m: self._lower(forward_only(mesh.layout.pipeline, m, num_chunks)))
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank owns the last stage."""
+        return self.mesh.pipeline_rank == self.mesh.layout.pipeline - 1
+
+    def prepare(self, step: Step, *, training: bool) -> list[dict[int, Plan]]:
+        """Plans of each micro-batch; structures and shapes not met before are probed."""
+        if self.cut is None:
+            return [{0: Plan(key)} for key in step.keys]
+        for index, key in enumerate(step.keys):
+            if key not in self._plans:
+                self._plans[key] = self._probe(step, index, training)
+        return [self._plans[key] for key in step.keys]
+
+    def settle(self) -> Ownership | None:
+        """After the first training probe: each rank keeps what its stages read, then states are sharded over the data axis.
+
+        Returns:
+            The new ownership, or None if it had been settled before.
+        """
+        if self.ownership is not None:
+            return None
+        if self.cut is not None:
+            self.ownership = settle(self.cut, self.mesh, self._needed)
+        else:
+            self.ownership = Ownership({name: (0,) for name, _ in self.root.named_parameters()}, {}, [])
+        if self._zero_stage > 0 and self.mesh.layout.data > 1:
+            self.data = Sharded(self.cut, self.root, self.mesh)
+            if self.cut is not None:
+                self.cut.refresh()
+        return self.ownership
+
+    def train(
+        self,
+        step: Step,
+        plans: list[dict[int, Plan]],
+        *,
+        seed: Callable[[int, Any], tuple[Tensor, float]],
+        weight: Callable[[int], float | None],
+        reduce: bool,
+    ) -> None:
+        """Run forward and backward of all micro-batches; `.grad` then holds their weighted sum.
+
+        Args:
+            step: The batch.
+            plans: Its plans, from `prepare`.
+            seed: For a micro-batch and the last stage's output, the scalar to differentiate and its weight.
+            weight: Weight of a micro-batch where it does not depend on that output, else None.
+            reduce: This batch ends an accumulation window: sum the gradients over replicas and holders.
+        """
+        program = self._program(len(plans))[self.mesh.pipeline_rank]
+        backwards = [(a.stage, a.micro_batch) for a in program if a.kind is Kind.BACKWARD]
+        self.data.begin(backwards, reduce=reduce)
+        with self._streams():
+            self.executor.run(Work(program, plans, self._forward(step, plans), seed, weight, self.data.before_backward))
+        if reduce:
+            self.data.finish(self.local_parameters())
+            if self.cut is not None and self.ownership is not None:
+                self.ownership.sum_shared_gradients(self.cut)
+
+    def evaluate(self, step: Step, plans: list[dict[int, Plan]], take: Callable[[int, Any], None]) -> None:
+        """Run forward only; `take` gets each micro-batch's output on the last stage."""
+        program = self._forward_program(len(plans))[self.mesh.pipeline_rank]
+        forward = self._forward(step, plans)
+
+        def forward_and_take(stage: int, micro_batch: int, payload: list[Tensor]) -> Result:
+            result = forward(stage, micro_batch, payload)
+            if stage == self.num_stages - 1:
+                take(micro_batch, result.output)
+            return result
+
+        with self._streams():
+            self.executor.run(Work(program, plans, forward_and_take, _no_seed, lambda _: None, lambda *_: None))
+
+    def local_parameters(self) -> list[nn.Parameter]:
+        """The parameters that are on this rank, in the model's order."""
+        return list(self.root.parameters())
+
+    def counted_parameters(self) -> list[nn.Parameter]:
+        """Those of them that this rank counts in a norm: over the world, each parameter or shard of one exactly once."""
+        if isinstance(self.data, Replicated) and self.mesh.data_rank > 0:
+            return []
+        if self.cut is None or self.ownership is None:
+            return self.local_parameters()
+        owner, rank = self.ownership.owner, self.mesh.pipeline_rank
+        return [parameter for name, parameter in self.cut.parameters.items() if owner(name) == rank]
+
+    def _forward(self, step: Step, plans: list[dict[int, Plan]]) -> Callable[[int, int, list[Tensor]], Result]:
+        def forward(stage: int, micro_batch: int, payload: list[Tensor]) -> Result:
+            if self.cut is None:
+                return self.data.step(lambda: Result([], step.call(micro_batch)))
+            self._start_streams(step, micro_batch)
+            run = StageRun(self.cut, stage, plans[micro_batch][stage], payload)
+            return self.data.step(lambda: run.run(lambda: step.call(micro_batch)))
+
+        return forward
+
+    def _probe(self, step: Step, index: int, training: bool) -> dict[int, Plan]:
+        assert self.cut is not None
+
+        def run_stage(run: ProbeRun) -> Result:
+            self._start_streams(step, index)
+            return self.data.step(lambda: run.run(lambda: step.call(index)))
+
+        probed = probe(self.cut, self.mesh, step.keys[index], run_stage, training=training)
+        if self.ownership is None:
+            for stage, names in probed.needed.items():
+                self._needed.setdefault(stage, set()).update(names)
+        return probed.plans
+
+    def _streams(self) -> Any:
+        return Streams(self.mesh.device) if self.cut is not None else nullcontext()
+
+    def _start_streams(self, step: Step, micro_batch: int) -> None:
+        Streams.seed(self._seed, *step.name, micro_batch, self.mesh.data_rank)
+
+    def _lower(self, schedule: list[list[Action]]) -> list[list[Action]]:
+        return lower(schedule, self.num_stages)
+
+
+def _no_seed(micro_batch: int, output: Any) -> tuple[Tensor, float]:
+    raise AssertionError("an evaluation has no backward pass")
+
+
+def gradients_known(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether any parameter has a gradient."""
+    return any(parameter.grad is not None for parameter in parameters)
+
+
+def divide_gradients(parameters: Sequence[nn.Parameter], total: float) -> None:
+    """Divide by the total weight of a window; a window without weight has gradients of 0 and stays so."""
+    if total > 0:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                with torch.no_grad():
+                    parameter.grad.div_(total)

@@ -1,0 +1,148 @@
+"""Gates: the pipeline's hold on a module that nobody rewrote.
+
+A module gets a subclass of its own class that overrides `__call__`, and nothing else about it changes: its name, its
+attributes, `isinstance`, its hooks, its `state_dict` keys. The gate is outermost, around hooks, FSDP and `Module.compile`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+GATE = "_lightning_hybrid_gate"
+
+
+class Run(Protocol):
+    """What a gate asks about a call."""
+
+    stage: int
+
+    def call(self, gate: Gate, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer the call of a gated module."""
+
+
+class Gate:
+    """One gated module.
+
+    Attributes:
+        position: Position among the blocks, or None for a module outside them.
+        owned: Its parameters are here.
+        random: Its call draws random numbers (known after a probe).
+    """
+
+    def __init__(self, keeper: GateKeeper, name: str, position: int | None, *, owned: bool) -> None:
+        self.keeper, self.name, self.position, self.owned = keeper, name, position, owned
+        self.random = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
+        return self  # a copy of the module (an average of weights, say) answers to the same pipeline
+
+    def call(self, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a call: during a step the run decides; outside it, or in recompute, only what is here can run."""
+        if self.keeper.active is not None:
+            return self.keeper.active.call(self, proceed, args, kwargs)
+        if not self.owned:
+            raise RuntimeError(
+                f"{self.name} was called outside a step, or by an activation checkpoint that spans a stage boundary, and lives on "
+                "another pipeline stage. Call the model only inside training_step, validation_step, test_step and "
+                "predict_step, and checkpoint each block on its own."
+            )
+        return self.keeper.draw(proceed, args, kwargs) if self.random else proceed(*args, **kwargs)
+
+
+class GateKeeper:
+    """Shared by all gates of a model: the run that is under way, and the random streams of modules.
+
+    Attributes:
+        active: The run that answers calls, or None.
+        device: Where the model lives; its generator is managed beside the CPU's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.active: Run | None = None
+        self.device = device
+
+    def draw(self, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module on a random stream of its own, seeded by one number drawn from the step's stream.
+
+        The step's stream then moves on by one number for each such module, whether it runs here or on another stage, so
+        that what the step draws outside of modules is the same on every stage; and an activation checkpoint, which restores
+        the step's stream, repeats the module's numbers.
+        """
+        seed = self.draw_seed()
+        with fork_random_streams(self.device):
+            torch.manual_seed(seed)
+            return proceed(*args, **kwargs)
+
+    @staticmethod
+    def draw_seed() -> int:
+        """One number of the step's stream."""
+        return int(torch.randint(2**62, ()).item())
+
+
+def fork_random_streams(device: torch.device) -> AbstractContextManager[None]:
+    """Restore torch's random streams, the CPU's and the device's, at the end of the context."""
+    if device.type == "cpu":
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng([device.index or 0], device_type=device.type)
+
+
+def add_gate(module: nn.Module, gate: Gate) -> None:
+    """Put a gate around every call of `module`."""
+    base = type(module)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        proceed = base.__call__.__get__(self)
+        return getattr(self, GATE).call(proceed, args, kwargs)
+
+    module.__dict__[GATE] = gate
+    module.__class__ = _subclass(base, {"__call__": call})
+
+
+def guard_attribute(module: nn.Module, name: str, attribute: str, readable: Callable[[], bool]) -> None:
+    """Make reads of an attribute that a block sets while it runs raise wherever the value is not of the running micro-batch.
+
+    Args:
+        module: The block or a module in it.
+        name: Its dotted name.
+        attribute: The attribute.
+        readable: Asked at each read.
+    """
+
+    def read(self: nn.Module) -> Any:
+        if not readable():
+            raise RuntimeError(
+                f"{name}.{attribute} is set while {name} runs, on another pipeline stage, and is not known where it is read. "
+                "Values recorded on the side do not cross stages: pass them through the blocks, or add a loss made inside a "
+                "block with lightning_hybrid.add_auxiliary_loss(x, loss)."
+            )
+        if attribute not in self.__dict__:
+            raise AttributeError(attribute)
+        return self.__dict__[attribute]
+
+    def write(self: nn.Module, value: object) -> None:
+        self.__dict__[attribute] = value
+
+    module.__class__ = _subclass(type(module), {attribute: property(read, write)})
+
+
+def _subclass(base: type, members: dict[str, Any]) -> type:
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    return type(base.__name__, (base,), {**names, **members})
+
+
+def hollow(module: nn.Module, parameter_name: str) -> Tensor:
+    """Replace one of the module's own parameters by a stand-in of the same shape without memory, and return that.
+
+    The stand-in is no parameter: it is in no `parameters()`, `state_dict()` or optimizer, and a probe refuses to let its value
+    matter.
+    """
+    parameter = module.get_parameter(parameter_name)
+    stand_in = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    delattr(module, parameter_name)
+    module.__dict__[parameter_name] = stand_in
+    return stand_in

@@ -1,0 +1,108 @@
+"""Gradients over all axes: sums, one norm, clipping. Each parameter counts once, wherever copies or shards of it live."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+BUCKET_BYTES = 64 * 2**20
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that is in this rank's memory."""
+    return cast("Tensor", tensor.to_local()) if isinstance(tensor, DTensor) else tensor
+
+
+def take_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
+    """Remove all gradients and return them, for `install_gradients`."""
+    taken = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    for parameter, _ in taken:
+        parameter.grad = None
+    return taken
+
+
+def install_gradients(taken: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+    """Put gradients back, on top of what is there."""
+    for parameter, gradient in taken:
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Sum the gradients of the same parameters over the ranks of a group, in flat buckets.
+
+    A parameter without a gradient on any rank stays without; one with a gradient on some rank gets the sum everywhere.
+
+    Args:
+        parameters: The same list, in order, on every rank.
+        group: The ranks.
+    """
+    if group.size() == 1 or not parameters:
+        return
+    device = local(parameters[0]).device
+    present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32, device=device)
+    work = dist.all_reduce(present, group=group, async_op=True)
+    for bucket in _buckets(parameters):
+        gradients = [local(p.grad if p.grad is not None else torch.zeros_like(p)) for p in bucket]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat, group=group)
+        with torch.no_grad():
+            for parameter, part in zip(bucket, flat.split([g.numel() for g in gradients]), strict=True):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                target = local(parameter.grad)
+                target.copy_(part.view_as(target))
+    assert work is not None
+    work.wait()
+    for parameter, ranks in zip(parameters, present.tolist(), strict=True):
+        if not ranks:
+            parameter.grad = None
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter], *, norm_type: float = 2.0, device: torch.device) -> Tensor:
+    """Norm of the gradients of the whole model.
+
+    Args:
+        parameters: Those that this rank counts: over the world, each (or each shard of it) exactly once.
+        norm_type: 2, infinity, or any other order above 0.
+        device: Where the result is to be.
+
+    Returns:
+        Scalar float64, equal on all ranks.
+    """
+    gradients = [local(p.grad).detach() for p in parameters if p.grad is not None]
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
+    stacked = torch.stack([norm.double() for norm in norms]) if norms else torch.zeros(1, dtype=torch.float64)
+    stacked = stacked.to(device)
+    if math.isinf(norm_type):
+        total = stacked.max()
+        dist.all_reduce(total, op=dist.ReduceOp.MAX)
+        return total
+    total = stacked.pow(norm_type).sum()
+    dist.all_reduce(total)
+    return total.pow(1.0 / norm_type)
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
+    """Multiply all gradients by one factor."""
+    for gradient in (local(p.grad) for p in parameters if p.grad is not None):
+        gradient.mul_(factor.to(gradient.dtype) if isinstance(factor, Tensor) else factor)
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    buckets: dict[torch.dtype, list[list[nn.Parameter]]] = defaultdict(lambda: [[]])
+    sizes: dict[torch.dtype, int] = defaultdict(int)
+    for parameter in parameters:
+        size = local(parameter).numel() * parameter.element_size()
+        if sizes[parameter.dtype] + size > BUCKET_BYTES and buckets[parameter.dtype][-1]:
+            buckets[parameter.dtype].append([])
+            sizes[parameter.dtype] = 0
+        buckets[parameter.dtype][-1].append(parameter)
+        sizes[parameter.dtype] += size
+    return [bucket for of_dtype in buckets.values() for bucket in of_dtype]

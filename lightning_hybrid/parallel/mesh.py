@@ -1,0 +1,102 @@
+"""Which rank holds which coordinates, and one process group for each thing that ranks do together.
+
+`torch.distributed.DeviceMesh` was considered for the groups: it makes one communicator an axis, while a pipeline needs four
+(each direction, straight and wrapped around), so that transfers which NCCL matches by order can never block each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+CHANNELS = ("forward", "forward_wrap", "backward", "backward_wrap")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the axes; ranks count the pipeline axis slowest and the tensor axis fastest."""
+
+    pipeline: int
+    data: int
+    tensor: int = 1
+
+    @classmethod
+    def of_world(cls, world_size: int, *, pipeline: int, tensor: int = 1) -> Layout:
+        """The layout that fills `world_size` processes.
+
+        Raises:
+            ValueError: If `world_size` is not a multiple of pipeline times tensor.
+        """
+        model = pipeline * tensor
+        if world_size % model:
+            raise ValueError(
+                f"world_size={world_size} is not a multiple of pipeline_parallel_size={pipeline} * "
+                f"tensor_parallel_size={tensor} = {model}. Start {model * max(1, world_size // model)} processes, or lower "
+                "one of the two sizes."
+            )
+        return cls(pipeline, world_size // model, tensor)
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.pipeline * self.data * self.tensor
+
+    def rank(self, pipeline: int, data: int, tensor: int = 0) -> int:
+        """World rank at these coordinates."""
+        return (pipeline * self.data + data) * self.tensor + tensor
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """(pipeline, data, tensor) rank of a world rank."""
+        rest, tensor = divmod(rank, self.tensor)
+        pipeline, data = divmod(rest, self.data)
+        return pipeline, data, tensor
+
+
+class Mesh:
+    """The groups of one rank. Made by all ranks together; the default group must exist.
+
+    Attributes:
+        pipeline_group: Ranks of one replica at this tensor rank, in pipeline order.
+        data_group: Ranks that hold the same stages and see different samples.
+        channels: For each name in `CHANNELS`, the pipeline's ranks again, with a communicator of their own.
+    """
+
+    def __init__(self, layout: Layout, *, device: torch.device, timeout: timedelta | None = None) -> None:
+        if dist.get_world_size() != layout.world_size:
+            raise ValueError(f"The layout {layout} needs {layout.world_size} processes, there are {dist.get_world_size()}.")
+        self.layout, self.device, self.timeout = layout, device, timeout
+        self.rank = dist.get_rank()
+        self.pipeline_rank, self.data_rank, self.tensor_rank = layout.coordinates(self.rank)
+        pipelines = [
+            [layout.rank(p, d, t) for p in range(layout.pipeline)]
+            for d in range(layout.data)
+            for t in range(layout.tensor)
+        ]
+        datas = [
+            [layout.rank(p, d, t) for d in range(layout.data)]
+            for p in range(layout.pipeline)
+            for t in range(layout.tensor)
+        ]
+        self.pipeline_ranks = next(ranks for ranks in pipelines if self.rank in ranks)
+        self.data_ranks = next(ranks for ranks in datas if self.rank in ranks)
+        self.pipeline_group = self.group(pipelines)
+        self.data_group = self.group(datas)
+        self.channels = {name: self.group(pipelines) for name in CHANNELS} if layout.pipeline > 1 else {}
+
+    def group(self, partition: Iterable[list[int]]) -> dist.ProcessGroup:
+        """This rank's group out of a partition of the world. Every rank must call it with the same partition."""
+        mine = None
+        for ranks in partition:
+            group = dist.new_group(ranks, timeout=self.timeout)
+            if self.rank in ranks:
+                mine = group
+        assert mine is not None, "a partition covers every rank"
+        return mine
+
+    def rank_of_stage(self, stage: int) -> int:
+        """World rank in this replica that owns a (global) stage."""
+        return self.pipeline_ranks[stage % self.layout.pipeline]

@@ -1,0 +1,97 @@
+"""Cuts a batch into micro-batches along the first dimension of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.functional.trees import flatten, unflatten
+
+
+def batch_size(batch: object) -> int:
+    """Number of samples: the first dimension of the first tensor that has one; 1 if there is none."""
+    for leaf in flatten(batch)[0]:
+        if isinstance(leaf, Tensor) and leaf.ndim > 0:
+            return leaf.shape[0]
+    return 1
+
+
+def split_sizes(num_samples: int, num_microbatches: int) -> list[int]:
+    """Sizes as even as can be, larger ones first, none of them 0."""
+    parts = max(1, min(num_samples, num_microbatches))
+    return [num_samples // parts + (i < num_samples % parts) for i in range(parts)]
+
+
+def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
+    """Cut a batch of `B` samples; tensors become views, lists of length `B` slices, anything else is copied to each part.
+
+    Args:
+        batch: Nested containers of tensors `[B, ...]`; tensors without dimensions belong to every sample.
+        num_microbatches: Number of parts, at most `B` are made.
+
+    Returns:
+        The micro-batches, with sizes that differ by at most one.
+
+    Raises:
+        ValueError: If a tensor's first dimension is not `B`.
+    """
+    num_samples = batch_size(batch)
+    sizes = split_sizes(num_samples, num_microbatches)
+    if len(sizes) == 1:
+        return [batch]
+    leaves, node = flatten(_mark_samples(batch, num_samples))
+    parts = [_split_leaf(leaf, sizes, num_samples) for leaf in leaves]
+    return [unflatten([part[i] for part in parts], node) for i in range(len(sizes))]
+
+
+def structure_key(batch: object) -> Hashable:
+    """What a plan depends on in a micro-batch: its structure, the shapes and types of its tensors, its constants."""
+    leaves, node = flatten(batch)
+    return node, tuple(_leaf_key(leaf) for leaf in leaves)
+
+
+def _leaf_key(leaf: object) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+    return (type(leaf), leaf) if isinstance(leaf, bool | type(None)) else type(leaf)
+
+
+class _Samples:
+    """A list with one element for each sample: a leaf, not a container."""
+
+    def __init__(self, samples: list[Any] | tuple[Any, ...]) -> None:
+        self.samples = samples
+
+
+def _mark_samples(tree: Any, num_samples: int) -> Any:
+    """The same tree, with lists and tuples that hold one thing without tensors for each sample turned into leaves."""
+    if isinstance(tree, list | tuple) and len(tree) == num_samples and not any(_holds_tensor(x) for x in tree):
+        return _Samples(tree)
+    if type(tree) is dict:
+        return {key: _mark_samples(value, num_samples) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_mark_samples(value, num_samples) for value in tree)
+    return tree
+
+
+def _holds_tensor(tree: object) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in flatten(tree)[0])
+
+
+def _split_leaf(leaf: Any, sizes: list[int], num_samples: int) -> list[Any]:
+    if isinstance(leaf, _Samples):
+        bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+        return [leaf.samples[a:b] for a, b in pairwise(bounds)]
+    if not isinstance(leaf, Tensor) or leaf.ndim == 0:
+        return [leaf] * len(sizes)
+    if leaf.shape[0] != num_samples:
+        raise ValueError(
+            f"The batch's first tensor has {num_samples} samples and another has shape {list(leaf.shape)}: it cannot be "
+            f"cut into {len(sizes)} micro-batches along the first dimension. Define split_batch(self, batch, "
+            "num_microbatches) on the LightningModule, or set num_microbatches=1."
+        )
+    return list(torch.split(leaf, sizes))

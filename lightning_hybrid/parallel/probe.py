@@ -1,0 +1,156 @@
+"""The probe: the stages dry-run one micro-batch one after the other, and each hands the next what it found out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hybrid.parallel.cut import StageCut
+from lightning_hybrid.parallel.gates import guard_attribute
+from lightning_hybrid.parallel.mesh import Mesh
+from lightning_hybrid.parallel.plan import Call, Output, Plan, TensorSpec
+from lightning_hybrid.parallel.probe_run import ProbeRun
+from lightning_hybrid.parallel.provenance import LIVE, tensors_of
+from lightning_hybrid.parallel.run import Result
+from lightning_hybrid.parallel.snapshot import Snapshot
+
+RunStage = Callable[[ProbeRun], Result]
+"""Runs the user's step as the given stage: it calls `run.run(step)` inside whatever must surround a step."""
+
+
+@dataclass
+class Header:
+    """What one stage's probe hands to the next."""
+
+    outputs: dict[Call, Output] = field(default_factory=dict)
+    exit: tuple[int, ...] = ()
+    num_arguments: int = 0
+    specs: tuple[TensorSpec, ...] = ()
+    payload: list[Tensor] = field(default_factory=list)
+    recorded: list[tuple[str, str]] = field(default_factory=list)
+    failure: str | None = None
+
+
+@dataclass
+class Probed:
+    """A rank's share of a probe.
+
+    Attributes:
+        plans: For each stage of this rank.
+        needed: For each of them, the parameters outside the blocks that it reads.
+    """
+
+    plans: dict[int, Plan]
+    needed: dict[int, set[str]]
+
+
+def probe(cut: StageCut, mesh: Mesh, key: Hashable, run_stage: RunStage, *, training: bool) -> Probed:
+    """Dry-run every stage once; all ranks of a replica call it together.
+
+    Args:
+        cut: This rank's view of the model. Its buffers, attributes and random streams are as before afterwards.
+        mesh: Groups of this rank.
+        key: What the plans are valid for.
+        run_stage: Runs the user's step on the micro-batch.
+        training: A backward pass will follow.
+
+    Raises:
+        RuntimeError: On every rank, if any stage cannot run.
+    """
+    probed = Probed({}, {})
+    error: Exception | None = None
+    for stage in cut.stages:
+        header = Header() if stage == 0 else _receive(mesh, stage)
+        if header.failure is None:
+            try:
+                header = _probe_stage(cut, stage, Plan(key), header, run_stage, probed, training)
+            except Exception as caught:  # whatever it is, the other ranks must not wait for this stage
+                error, header = caught, Header(failure=f"stage {stage}: {type(caught).__name__}: {caught}")
+        if stage + 1 < cut.num_stages:
+            dist.send_object_list([header], dst=mesh.rank_of_stage(stage + 1), group=mesh.pipeline_group)
+    _agree(cut, mesh, probed, error, header.failure)
+    return probed
+
+
+def _probe_stage(
+    cut: StageCut, stage: int, plan: Plan, header: Header, run_stage: RunStage, probed: Probed, training: bool
+) -> Header:
+    plan.outputs = header.outputs
+    plan.entry, plan.received = header.exit, header.specs
+    payload = [
+        tensor.to(cut.device).requires_grad_(spec.requires_grad and torch.is_grad_enabled())
+        for tensor, spec in zip(header.payload, header.specs, strict=True)
+    ]
+    _guard(cut, header.recorded)
+    run = ProbeRun(cut, stage, plan, payload, num_arguments=header.num_arguments, training=training)
+    with Snapshot(cut.root, cut.device) as snapshot:
+        result = run_stage(run)
+        recorded = _recorded(cut, run, snapshot)
+    _guard(cut, recorded)
+    plan.weighted = isinstance(result.output, Mapping) and "loss_weight" in result.output
+    probed.plans[stage], probed.needed[stage] = plan, run.needed
+    sent = [tensor.detach().cpu() for tensor in result.payload]
+    return Header(plan.outputs, plan.exit, run.num_arguments, plan.sent, sent, [*header.recorded, *recorded])
+
+
+def _receive(mesh: Mesh, stage: int) -> Header:
+    box: list[Any] = [None]
+    dist.recv_object_list(box, src=mesh.rank_of_stage(stage - 1), group=mesh.pipeline_group)
+    header: Header = box[0]
+    return header
+
+
+def _recorded(cut: StageCut, run: ProbeRun, snapshot: Snapshot) -> list[tuple[str, str]]:
+    """Attributes that owned blocks set on the way.
+
+    Raises:
+        RuntimeError: If a value of this stage is left on a module that contains blocks, where a later stage may read it.
+    """
+    recorded: list[tuple[str, str]] = []
+    for position in run.blocks:
+        block = cut.blocks[position]
+        for name, module in cut.root.get_submodule(block).named_modules(prefix=block):
+            recorded += [(name, attribute) for attribute, _ in snapshot.changed(module)]
+    if not run.is_last:
+        for name in sorted(cut.ancestors):
+            for attribute, value in snapshot.changed(cut.root.get_submodule(name)):
+                if any(run.provenance.of(tensor) & LIVE for tensor in tensors_of(value)):
+                    raise RuntimeError(
+                        f"{(name + '.') if name else 'self.'}{attribute} keeps a value of stage {run.stage} (blocks "
+                        f"{cut.blocks[run.blocks.start]} to {cut.blocks[run.blocks.stop - 1]}), and the code after "
+                        f"{cut.blocks[-1]} runs on another stage, where it is missing. Values recorded on the side do not cross "
+                        "stages: pass them through the blocks, or add a loss made inside a block with "
+                        "lightning_hybrid.add_auxiliary_loss(x, loss)."
+                    )
+    return recorded
+
+
+def _guard(cut: StageCut, recorded: list[tuple[str, str]]) -> None:
+    """Let attributes that blocks set on the way be read only by the stage that set them."""
+    for name, attribute in set(recorded) - cut.guarded:
+        cut.guarded.add((name, attribute))
+        position = next(i for i, block in enumerate(cut.blocks) if f"{name}.".startswith(f"{block}."))
+        readable = partial(cut.is_readable, cut.stage_of_block(position))
+        guard_attribute(cut.root.get_submodule(name), name, attribute, readable)
+
+
+def _agree(cut: StageCut, mesh: Mesh, probed: Probed, error: Exception | None, failure: str | None) -> None:
+    """Share failures and flags over the replica, so that all ranks go on or all raise."""
+    plans = probed.plans.values()
+    mine = failure, any(plan.weighted for plan in plans), any(plan.auxiliary for plan in plans)
+    everyone: list[Any] = [None] * mesh.layout.pipeline
+    dist.all_gather_object(everyone, mine, group=mesh.pipeline_group)
+    if error is not None:
+        raise error
+    failures = [other[0] for other in everyone if other[0] is not None]
+    if failures:
+        raise RuntimeError(f"The model cannot be cut like this. On {failures[0]}")
+    for plan in plans:
+        plan.weighted = any(other[1] for other in everyone)
+        plan.auxiliary = any(other[2] for other in everyone)

@@ -1,0 +1,220 @@
+"""A dry run of one stage that follows every value, and finds out what must cross to the next stage."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
+
+from lightning_hybrid.compat import version
+from lightning_hybrid.functional.trees import flatten, leaves_of
+from lightning_hybrid.parallel.auxiliary import auxiliary_listener
+from lightning_hybrid.parallel.cut import StageCut
+from lightning_hybrid.parallel.gates import Gate
+from lightning_hybrid.parallel.plan import Call, Output, Plan, TensorSpec
+from lightning_hybrid.parallel.provenance import LIVE, AbsentValueError, Provenance, tensors_of
+from lightning_hybrid.parallel.run import Result, StageRun, fill_in_place
+
+RECORDING_FLAGS = ("output_hidden_states", "output_attentions", "output_router_logits")
+
+
+class ProbeRun(StageRun):
+    """Runs the step under `Provenance` and completes `plan`.
+
+    Attributes:
+        needed: Names of parameters outside the blocks whose values this stage needs.
+        num_arguments: Leaves among the arguments of the next stage's first block.
+    """
+
+    def __init__(
+        self, cut: StageCut, stage: int, plan: Plan, payload: Sequence[Tensor], *, num_arguments: int, training: bool
+    ) -> None:
+        super().__init__(cut, stage, plan, payload)
+        self.training = training
+        self._num_received = num_arguments
+        self.num_arguments = 0
+        self.provenance = Provenance()
+        self.needed: set[str] = set()
+        self._need = 0
+        self._held: dict[int, str] = {}
+        self._calls_made: dict[int, Call] = {}
+        self._absent: dict[str, int] = {}
+
+    def run(self, step: Callable[[], Any]) -> Result:
+        """Run and complete the plan."""
+        self._tag_parameters()
+        hooks = self._watch_recording_flags()
+        try:
+            with self.provenance, auxiliary_listener(self._note_auxiliary_loss):
+                result = super().run(step)
+                self.observe(result.output, "The value that the step returns")
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.plan.gated = frozenset(call for bit, call in self._calls_made.items() if not self._need & bit)
+        self.needed = {name for bit, name in self._held.items() if self._need & bit}
+        return result
+
+    def absent(self, gate: Gate, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer with tensors that are marked as unknown."""
+        if call not in self.plan.outputs:
+            raise AbsentValueError(
+                f"{call[0]} is called on a path that no earlier run took, and its parameters have been released on stage "
+                f"{self.stage}. Take the path in the first training step or in the validation before it."
+            )
+        self._refuse_reentrant(gate)
+        value = super().absent(gate, call, args, kwargs)
+        bit = self._absent_bit(gate.name)
+        for tensor in tensors_of(value):
+            self.provenance.set(tensor, bit)
+        arguments = leaves_of((args, kwargs))
+        for index in self.plan.outputs[call].written:
+            self.provenance.set(arguments[index], bit)
+        return value
+
+    def present(
+        self, gate: Gate, call: Call, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a module outside the blocks and remember which values came from it; a released one is absent."""
+        if not gate.owned:
+            return self.absent(gate, call, args, kwargs)
+        value = self._record(gate, call, proceed, args, kwargs)
+        bit = self.provenance.sources.add(f"call {call}")
+        self._calls_made[bit] = call
+        self.provenance.add(tensors_of(value), bit)
+        return value
+
+    def owned(
+        self, gate: Gate, call: Call, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a block of this stage: what it reads matters, and what it returns is alive."""
+        self._refuse_reentrant(gate)
+        self.observe((args, kwargs), gate.name)
+        value = self._record(gate, call, proceed, args, kwargs)
+        self.provenance.add(tensors_of(value), LIVE)
+        return value
+
+    def observe(self, value: object, reader: str) -> None:
+        """Refuse a value that comes from another stage; note which parameters and calls it comes from."""
+        for tensor in tensors_of(value):
+            tag = self.provenance.of(tensor)
+            self.provenance.refuse_absent(tag, reader)
+            self._need |= tag
+
+    def _note_auxiliary_loss(self) -> None:
+        self.plan.auxiliary = True
+
+    def fill(self, index: int, leaf: object, received: Tensor) -> Any:
+        """Fill in place where that is possible; note where it is not."""
+        if isinstance(leaf, Tensor) and leaf.shape == received.shape:
+            whole = leaf.untyped_storage().nbytes() == leaf.numel() * leaf.element_size()
+            try:
+                if not whole:  # the rest of the memory stays unknown, so the variable outside must stay so too
+                    raise RuntimeError
+                fill_in_place(leaf, received)
+            except RuntimeError:
+                self.plan.replaced |= {index}
+            self.provenance.set(received if index in self.plan.replaced else leaf, LIVE)
+        if index in self.plan.replaced:
+            return received
+        return leaf if isinstance(leaf, Tensor) and leaf.shape == received.shape else super().fill(index, leaf, received)
+
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if len(leaves_of((args, kwargs))) != self._num_received:
+            raise RuntimeError(
+                f"{self.cut.blocks[self.blocks.start]} is called with other arguments on stage {self.stage} than on stage "
+                f"{self.stage - 1}. What a step does before a block may not depend on values of earlier blocks."
+            )
+        return super()._enter(args, kwargs)
+
+    def _leave(self, arguments: list[Any]) -> list[Tensor]:
+        reader = self.cut.blocks[self.blocks.stop]
+        self.num_arguments = len(arguments)
+        exit, sources = [], LIVE | sum(self._held)
+        parameters = {id(parameter) for parameter in self.cut.root.parameters()}
+        for index, leaf in enumerate(arguments):
+            if isinstance(leaf, Tensor) and id(leaf) not in parameters:
+                tag = self.provenance.of(leaf)
+                self.provenance.refuse_absent(tag, reader)
+                if tag & sources:
+                    self._need |= tag
+                    exit.append(index)
+        self.plan.exit = tuple(exit)
+        self.plan.sent = tuple(TensorSpec.of(arguments[index]) for index in exit)
+        return super()._leave(arguments)
+
+    def _record(
+        self, gate: Gate, call: Call, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        arguments, _ = flatten((args, kwargs))
+        versions = [version(leaf) if isinstance(leaf, Tensor) else 0 for leaf in arguments]
+        before = _random_state(self.cut.device)
+        value = self.cut.keeper.draw(proceed, args, kwargs) if gate.random else proceed(*args, **kwargs)
+        random = gate.random or not all(map(torch.equal, before, _random_state(self.cut.device)))
+        gate.random = random
+        written = tuple(
+            index
+            for index, (leaf, old) in enumerate(zip(arguments, versions, strict=True))
+            if isinstance(leaf, Tensor) and version(leaf) != old
+        )
+        self.plan.outputs[call] = Output.of(gate.name, value, random=random, written=written)
+        return value
+
+    def _tag_parameters(self) -> None:
+        for name, parameter in self.cut.parameters.items():
+            if name in self.cut.outside:
+                bit = self.provenance.sources.add(name)
+                self._held[bit] = name
+                self.provenance.set(parameter, bit)
+        for name, stand_in in self.cut.stand_ins.items():
+            self.provenance.set(stand_in, self._absent_bit(name))
+
+    def _absent_bit(self, name: str) -> int:
+        if name not in self._absent:
+            self._absent[name] = self.provenance.sources.add(name, absent=True)
+        return self._absent[name]
+
+    def _refuse_reentrant(self, gate: Gate) -> None:
+        frame = inspect.currentframe() if self.training else None
+        while frame is not None:
+            if frame.f_code is CheckpointFunction.forward.__code__:
+                raise RuntimeError(
+                    f"{gate.name} runs under reentrant activation checkpointing, which hides its inputs from the pipeline. Pass "
+                    "use_reentrant=False to torch.utils.checkpoint.checkpoint (transformers: "
+                    'gradient_checkpointing_kwargs={"use_reentrant": False}).'
+                )
+            frame = frame.f_back
+
+    def _watch_recording_flags(self) -> list[Any]:
+        hooks = []
+        for name in self.cut.ancestors:
+            module = self.cut.root.get_submodule(name)
+            config = getattr(module, "config", None)
+            self._refuse_flags(name, {flag: getattr(config, flag, False) for flag in RECORDING_FLAGS})
+            hook = partial(self._refuse_flags_in_call, name)
+            hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        return hooks
+
+    def _refuse_flags_in_call(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._refuse_flags(name, kwargs)
+
+    def _refuse_flags(self, name: str, options: dict[str, Any]) -> None:
+        for flag in RECORDING_FLAGS:
+            if options.get(flag):
+                raise RuntimeError(
+                    f"{name or 'The module'} is asked for {flag}, and what {self.cut.blocks[0]} records does not reach the stage of "
+                    f"{self.cut.blocks[-1]}. Set {flag}=False; a loss made inside a block is added with "
+                    "lightning_hybrid.add_auxiliary_loss(x, loss)."
+                )
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states

@@ -1,0 +1,46 @@
+"""Random numbers under a pipeline: what a step draws depends on the step, micro-batch and replica, not on the stage."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from types import TracebackType
+
+import numpy
+import torch
+
+from lightning_hybrid.parallel.gates import fork_random_streams
+
+
+def derived_seed(*parts: object) -> int:
+    """A 63-bit seed that depends on all parts."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class Streams:
+    """Context around a step: inside, `seed` starts the streams anew; at its end the user's own streams are as before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __enter__(self) -> Streams:
+        self._torch = fork_random_streams(self._device)
+        self._torch.__enter__()
+        self._python, self._numpy = random.getstate(), numpy.random.get_state()  # noqa: NPY002 - the user's global stream
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._torch.__exit__(kind, error, traceback)
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)  # noqa: NPY002
+
+    @staticmethod
+    def seed(*parts: object) -> None:
+        """Start torch's, Python's and NumPy's streams from a seed derived from `parts`."""
+        seed = derived_seed(*parts)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)  # noqa: NPY002

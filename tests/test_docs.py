@@ -1,0 +1,73 @@
+"""What the documentation says exists: pages, links, names, commands and code that compiles."""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import lightning_hybrid
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+TEXTS = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
+
+each_text = pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+
+
+def code_blocks(path, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def prose(path):
+    return re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(path):
+    """Headings as the anchors that links name: lower case, words joined by hyphens."""
+    headings = re.findall(r"^#+ (.+)$", prose(path), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def test_every_page_is_in_the_table_of_contents():
+    lines = [line for block in code_blocks(ROOT / "docs" / "index.md", r"\{toctree\}") for line in block.splitlines()]
+    assert {path.stem for path in PAGES} - {"index"} == {line for line in lines if line and not line.startswith(":")}
+
+
+def test_every_public_name_is_in_the_interface_page():
+    text = (ROOT / "docs" / "api.md").read_text()
+    assert not [name for name in lightning_hybrid.__all__ if not re.search(rf"\b{name}\b", text)]
+
+
+@each_text
+def test_links_between_pages_resolve(path):
+    for target in re.findall(r"\]\((?!\w+:)([^)\s]+)\)", prose(path)):
+        file, _, anchor = target.partition("#")
+        page = (path.parent / file).resolve() if file else path
+        assert page.exists(), f"{target} leads nowhere"
+        assert not anchor or page.suffix != ".md" or anchor in anchors(page), f"{target}: no such heading"
+
+
+@each_text
+def test_python_code_compiles_and_imports_what_is_there(path):
+    for block in code_blocks(path, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "lightning_hybrid":
+                module = importlib.import_module(node.module)
+                assert not [alias.name for alias in node.names if not hasattr(module, alias.name)]
+
+
+@each_text
+def test_yaml_parses_and_names_classes_that_are_there(path):
+    for block in code_blocks(path, "yaml"):
+        yaml.safe_load(block)
+        for module, name in re.findall(r"class_path: (lightning_hybrid[\w.]*)\.(\w+)", block):
+            assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
+
+
+@each_text
+def test_make_targets_exist(path):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    assert set(re.findall(r"(?:`|\$ )make ([a-z-]+)", path.read_text())) <= targets
