@@ -9,11 +9,11 @@ import os
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -26,13 +26,15 @@ class Block(nn.Module):
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.grow, self.shrink = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        for layer in (self.out, self.shrink):  # small: a new block is almost the identity
+            nn.init.normal_(layer.weight, std=0.005)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm2(x))
+        return x + self.shrink(F.gelu(self.grow(self.norm2(x))))
 
 
 class GPT(LightningModule):
@@ -63,7 +65,7 @@ class GPT(LightningModule):
         self.embed, self.position = nn.Embedding(256, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
-        for weight, std in ((self.embed.weight, 0.1), (self.position.weight, 0.02), (self.head.weight, 0.02)):
+        for weight, std in ((self.embed.weight, 0.5), (self.position.weight, 0.1), (self.head.weight, 0.005)):
             nn.init.normal_(weight, std=std)
         if tie_weights:
             self.head.weight = self.embed.weight
@@ -86,7 +88,7 @@ class GPT(LightningModule):
         self.log(f"{name}/bits_per_byte", loss / math.log(2), prog_bar=True, sync_dist=name == "val")
         return loss
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = torch.optim.AdamW(self.parameters(), self.hparams["learning_rate"], (0.9, 0.95), weight_decay=0.1)
         steps = self.trainer.estimated_stepping_batches
         warmup = max(1.0, steps * self.hparams["warmup"])
@@ -126,7 +128,7 @@ class Windows(Dataset[Tensor]):
         return self.number
 
     def __getitem__(self, index: int) -> Tensor:
-        start = index * self.stride * self.context
+        start = range(self.number)[index] * self.stride * self.context  # an index too high ends an iteration
         return self.text[start : start + self.context + 1].long()
 
 
@@ -168,7 +170,7 @@ def library_files() -> list[Path]:
 
 
 def split(files: Iterable[Path]) -> tuple[list[Path], list[Path]]:
-    """Part the files into training and held-out ones by their names alone, so that each file always stays on its side."""
+    """Part the files into training and held-out ones by their names alone: each always stays on its side."""
     sides: tuple[list[Path], list[Path]] = [], []
     for file in files:
         digest = hashlib.sha256("/".join(file.parts[-2:]).encode()).digest()
@@ -182,5 +184,5 @@ def read(files: Iterable[Path]) -> Tensor:
 
 if __name__ == "__main__":
     seed_everything(0)
-    trainer = Trainer(accelerator="cpu", max_steps=700, val_check_interval=175, gradient_clip_val=1.0)
+    trainer = Trainer(accelerator="cpu", max_steps=600, val_check_interval=150, gradient_clip_val=1.0)
     trainer.fit(GPT(), StandardLibrary())

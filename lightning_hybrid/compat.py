@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import Tensor
 
 # The only way to see every operation of a step; torch documents it, but keeps it in a private module.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 if TYPE_CHECKING:
+    from lightning.fabric.plugins import ClusterEnvironment
     from lightning.pytorch import Trainer
     from torchmetrics import Metric
 
@@ -34,6 +37,27 @@ def is_accumulating(trainer: Trainer) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
 
 
+def cached_value(metric: Metric) -> Any:
+    """The value that `compute` keeps until the next `update` or `reset`, or None."""
+    return metric._computed
+
+
+def set_cached_value(metric: Metric, value: Any) -> None:
+    """Set or (with None) forget the value that `compute` keeps; no public method does that without losing the state."""
+    metric._computed = value
+
+
 def set_step_value(metric: Metric, value: Any) -> None:
     """Set what Lightning logs with `on_step=True` for a metric object: `forward` keeps it in a private attribute."""
     metric._forward_cache = value
+
+
+def subprocess_launcher(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> Any:
+    """Lightning's launcher that runs the script again for each process; its strategies have no public way to make one."""
+    return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+
+
+def all_gather_flat(output: Tensor, part: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Gather one tensor of each rank into one; torch 2.13 renamed the function, and warns about the name that 2.11 has."""
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    gather(output, part, group=group)

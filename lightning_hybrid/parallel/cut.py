@@ -103,12 +103,10 @@ class StageCut:
                 self.block_stages.setdefault(self.aliases.get(name, name), set()).add(owner)
 
     def _add_gates(self) -> None:
-        self.ancestors = {""}
+        self.ancestors = ancestors_of(self.blocks)
         for position, name in enumerate(self.blocks):
             owned = self.stage_of_block(position) in self.stages
             self._add_gate(Gate(self.keeper, name, position, owned=owned))
-            parts = name.split(".")
-            self.ancestors.update(".".join(parts[:i]) for i in range(len(parts)))
         gated: set[int] = set()
         for name in outside_modules(self.root, self.ancestors, set(self.blocks)):
             module = self.root.get_submodule(name)
@@ -135,6 +133,12 @@ class StageCut:
         module = self.root.get_submodule(parent)
         if leaf in dict(module.named_parameters(recurse=False, remove_duplicate=False)):  # a shared module has lost it under its other name
             self.stand_ins[name] = hollow(module, leaf)
+
+
+def ancestors_of(blocks: Sequence[str]) -> set[str]:
+    """Names of the modules that contain blocks, the root "" among them."""
+    parts = [block.split(".") for block in blocks]
+    return {".".join(names[:i]) for names in parts for i in range(len(names))}
 
 
 def outside_modules(root: nn.Module, ancestors: set[str], blocks: set[str]) -> list[str]:

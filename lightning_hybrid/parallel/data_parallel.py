@@ -6,6 +6,7 @@ per-module collectives, and cheaper than `DistributedDataParallel`, whose reduce
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -86,7 +87,8 @@ class Sharded:
 
     def __init__(self, cut: StageCut | None, root: nn.Module, mesh: Mesh) -> None:
         device_mesh = DeviceMesh.from_group(mesh.data_group, mesh.device.type, mesh_dim_names=("data",))
-        self._num_stages = cut.num_stages if cut else 1
+        # its advice is about modules that reshard after forward; ours stay gathered until the last backward
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self._blocks: dict[int, list[FSDPModule]] = {}
         users = Counter(id(p) for module in root.modules() for p in module.parameters(recurse=False))
         for stage in cut.stages if cut else []:

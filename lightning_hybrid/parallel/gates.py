@@ -20,6 +20,14 @@ class Run(Protocol):
     """What a gate asks about a call."""
 
     stage: int
+    is_probe: bool
+
+    @property
+    def entered(self) -> bool:
+        """Whether what the step now computes belongs to this stage."""
+
+    def observe(self, value: object, reader: str) -> None:
+        """Say that a value matters."""
 
     def call(self, gate: Gate, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer the call of a gated module."""

@@ -31,6 +31,8 @@ class ProbeRun(StageRun):
         num_arguments: Leaves among the arguments of the next stage's first block.
     """
 
+    is_probe = True
+
     def __init__(
         self, cut: StageCut, stage: int, plan: Plan, payload: Sequence[Tensor], *, num_arguments: int, training: bool
     ) -> None:

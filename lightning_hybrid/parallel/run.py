@@ -50,6 +50,8 @@ class StageRun:
         payload: Received tensors, one for each of `plan.entry`.
     """
 
+    is_probe = False
+
     def __init__(self, cut: StageCut, stage: int, plan: Plan, payload: Sequence[Tensor]) -> None:
         self.cut, self.stage, self.plan, self.payload = cut, stage, plan, payload
         self.blocks = cut.blocks_of_stage(stage)

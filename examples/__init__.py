@@ -1,0 +1,1 @@
+"""Models to try the package with; plain Lightning."""

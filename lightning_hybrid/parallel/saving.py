@@ -1,0 +1,131 @@
+"""The whole model's state on one rank, under the names of the unmodified module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_hybrid.parallel.engine import Engine
+
+
+def gather_model_state(engine: Engine, keys: list[str]) -> dict[str, Any]:
+    """State of the whole model on world rank 0, empty elsewhere; every rank must call it.
+
+    Args:
+        engine: This rank's engine.
+        keys: The whole model's state keys in order, from before it was cut.
+
+    Raises:
+        RuntimeError: If a key is found on no rank.
+    """
+    local = engine.root.state_dict()
+    mine = {key: whole(local[key]) for key in local if key in keys and _saves(engine, key)}
+    parts = _collect(engine, mine)
+    if parts is None:
+        return {}
+    state = {key: value for part in parts for key, value in part.items()}
+    aliases = engine.cut.aliases if engine.cut else {}
+    state |= {alias: state[name] for alias, name in aliases.items() if alias in keys and name in state}
+    missing = [key for key in keys if key not in state]
+    if missing:
+        raise RuntimeError(f"No rank has {missing[:5]} ({len(missing)} of {len(keys)} keys); the checkpoint would be incomplete.")
+    return {key: state[key] for key in keys}
+
+
+def gather_optimizer_state(engine: Engine, optimizer: Optimizer, names: list[list[str]]) -> dict[str, Any]:
+    """An optimizer's state as one process would have it, on world rank 0; every rank must call it.
+
+    Args:
+        engine: This rank's engine.
+        optimizer: The optimizer over this rank's parameters.
+        names: Parameters of each group over the whole model.
+    """
+    parameters = dict(engine.root.named_parameters())
+    mine = {
+        name: {key: whole(value) for key, value in optimizer.state[parameter].items()}
+        for name, parameter in parameters.items()
+        if parameter in optimizer.state and (engine.cut is None or _owns(engine, name))
+    }
+    parts = _collect(engine, mine)
+    if parts is None:
+        return {}
+    found = {name: state for part in parts for name, state in part.items()}
+    order = [name for group in names for name in group]
+    groups, start = [], 0
+    for group, members in zip(optimizer.param_groups, names, strict=True):
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        indices = list(range(start, start + len(members)))
+        groups.append({**options, "params": indices, "param_names": list(members)})
+        start += len(members)
+    return {"state": {i: found[name] for i, name in enumerate(order) if name in found}, "param_groups": groups}
+
+
+def whole(value: Any) -> Any:
+    """A tensor in host memory, gathered if it is sharded; anything else as it is."""
+    if isinstance(value, DTensor):
+        value = cast("Tensor", value.full_tensor())
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _collect(engine: Engine, mine: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+    """Parts of the ranks of the first replica, on world rank 0 one after the other; None elsewhere."""
+    mesh = engine.mesh
+    if mesh.data_rank > 0 or mesh.tensor_rank > 0:
+        return None
+    if mesh.rank > 0:
+        dist.send_object_list([mine], dst=0, group=mesh.pipeline_group)
+        return None
+    return [mine, *(_receive(engine, source) for source in mesh.pipeline_ranks[1:])]
+
+
+def _receive(engine: Engine, source: int) -> Mapping[str, Any]:
+    box: list[Any] = [None]
+    dist.recv_object_list(box, src=source, group=engine.mesh.pipeline_group)
+    part: Mapping[str, Any] = box[0]
+    return part
+
+
+def _owns(engine: Engine, name: str) -> bool:
+    if engine.ownership is None:
+        assert engine.cut is not None
+        return name in engine.cut.outside and engine.mesh.pipeline_rank == 0 or name not in engine.cut.outside
+    return engine.ownership.owner(name) == engine.mesh.pipeline_rank
+
+
+def _saves(engine: Engine, key: str) -> bool:
+    """Whether this rank's value of a state key is the one to keep."""
+    cut = engine.cut
+    if cut is None:
+        return True
+    name = cut.aliases.get(key, key)
+    if name in cut.parameters:
+        return _owns(engine, name)
+    position = next((i for i, block in enumerate(cut.blocks) if key.startswith(f"{block}.")), None)
+    if position is not None:
+        return cut.stage_of_block(position) in cut.stages
+    return engine.mesh.pipeline_rank == _rank_of_buffer(engine, key)
+
+
+def _rank_of_buffer(engine: Engine, key: str) -> int:
+    """Buffers outside the blocks: where the module beside them keeps its parameters, else the last stage, which runs all code."""
+    assert engine.cut is not None
+    parent = key.rpartition(".")[0]
+    beside = [name for name in _ancestors_first(engine.cut.names, parent)]
+    if engine.ownership is not None and beside:
+        return engine.ownership.owner(beside[0])
+    return engine.mesh.layout.pipeline - 1
+
+
+def _ancestors_first(names: Iterable[str], parent: str) -> list[str]:
+    return [name for name in names if name.startswith(f"{parent}.")] if parent else []
+
+
+def state_keys(root: torch.nn.Module) -> list[str]:
+    """Names of everything that the whole model saves."""
+    return list(root.state_dict())

@@ -1,0 +1,195 @@
+"""Puts the parts together for one LightningModule: layout, blocks, partition, cut, engine."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+
+from lightning_hybrid.functional import partition
+from lightning_hybrid.parallel.blocks import block_names, find_block_lists, num_parameters
+from lightning_hybrid.parallel.cut import StageCut, ancestors_of, outside_modules
+from lightning_hybrid.parallel.engine import Engine
+from lightning_hybrid.parallel.mesh import Layout, Mesh
+from lightning_hybrid.parallel.saving import state_keys
+from lightning_hybrid.parallel.streams import derived_seed
+from lightning_hybrid.strategies.metric_objects import MetricObjects
+from lightning_hybrid.strategies.optimizers import ParameterGroups
+from lightning_hybrid.strategies.steps import StepRunner
+
+
+@dataclass
+class Assembly:
+    """What a strategy works with between set-up and tear-down.
+
+    Attributes:
+        module: The user's module, cut.
+        engine: Runs its steps.
+        runner: Micro-batches, losses and records around the engine.
+        keys: State keys of the whole model.
+        groups: Parameters of the optimizers over the whole model.
+        seed: Base of all seeds, the same on every rank.
+        is_plain: One process and one micro-batch: Lightning's own path serves.
+    """
+
+    module: LightningModule
+    engine: Engine
+    runner: StepRunner
+    keys: list[str]
+    groups: ParameterGroups | None
+    seed: int
+    is_plain: bool = False
+
+    def settle(self) -> None:
+        """After the first training probe: keep what this rank needs, shard it, and tell the optimizers."""
+        if self.engine.settle() is not None and self.groups is not None:
+            cut = self.engine.cut
+            self.groups.keep(cut.parameters if cut else dict(self.module.named_parameters()))
+
+
+def choose_layout(options: dict[str, Any], blocks: Sequence[str], world_size: int) -> Layout:
+    """The layout that the keywords and the model ask for.
+
+    Raises:
+        ValueError: If sizes do not fit each other.
+    """
+    size, tensor, chunks = options["pipeline_parallel_size"], options["tensor_parallel_size"], options["num_chunks"]
+    if size == "auto":
+        fitting = [n for n in range(2, world_size // tensor + 1) if world_size // tensor % n == 0 and n <= len(blocks)]
+        size = fitting[0] if fitting else 1
+    layout = Layout.of_world(world_size, pipeline=size, tensor=tensor)
+    if size > 1 and not blocks:
+        raise ValueError(
+            f"pipeline_parallel_size={size} needs blocks to cut between, and the model has no nn.ModuleList or nn.Sequential with two "
+            "elements that hold parameters. Put its layers in one, or set pipeline_parallel_size=1."
+        )
+    if size == 1 and chunks > 1:
+        raise ValueError(f"num_chunks={chunks} needs a pipeline, and {world_size} processes with {len(blocks)} blocks make none.")
+    return layout
+
+
+def stage_sizes(options: dict[str, Any], module: nn.Module, blocks: Sequence[str], num_stages: int) -> list[int]:
+    """Blocks of each stage.
+
+    Raises:
+        ValueError: If there are fewer blocks than stages, or the given list does not fit.
+    """
+    wanted = options["partition"]
+    if wanted == "uniform":
+        return partition.uniform(len(blocks), num_stages)
+    if wanted != "balanced":
+        sizes = [int(size) for size in wanted]
+        partition.check(sizes, len(blocks), num_stages)
+        return sizes
+    first, last = _cost_outside(module, blocks)
+    costs = [num_parameters(module.get_submodule(block)) for block in blocks]
+    return partition.balanced(costs, num_stages, first, last)
+
+
+def assemble(
+    module: LightningModule,
+    options: dict[str, Any],
+    *,
+    device: torch.device,
+    timeout: timedelta | None,
+    groups: ParameterGroups | None,
+) -> Assembly:
+    """Cut the module and build everything that runs it; every rank must call it with an equal module.
+
+    Args:
+        module: The whole module, changed in place.
+        options: The strategy's keywords.
+        device: Where this rank computes.
+        timeout: Of collectives.
+        groups: The optimizers' parameters, if there are optimizers.
+
+    Raises:
+        ValueError: If the model does not fit the keywords.
+    """
+    blocks = block_names(module, find_block_lists(module, options["pipeline_layers"]))
+    layout = choose_layout(options, blocks, dist.get_world_size())
+    chunks = options["num_chunks"]
+    sizes = stage_sizes(options, module, blocks, layout.pipeline * chunks) if layout.pipeline > 1 else []
+    mesh = Mesh(layout, device=device, timeout=timeout)
+    seed = _agree_on_seed(mesh)
+    _broadcast_whole(module, device)
+    keys = state_keys(module)
+    cut = None
+    if layout.pipeline > 1:
+        cut = StageCut(module, blocks, sizes, pipeline=layout.pipeline, rank=mesh.pipeline_rank, device=device)
+        _turn_off_nested_tensors(module)
+        if groups is not None:
+            groups.keep(cut.parameters)
+    module.to(device)
+    _log_layout(layout, chunks, sizes, options)
+    engine = Engine(
+        module,
+        cut,
+        mesh,
+        schedule=options["schedule"],
+        num_chunks=chunks,
+        zero_stage=options["zero_stage"],
+        seed=seed,
+    )
+    metrics = MetricObjects(module, mesh, cut.keeper if cut else None)
+    runner = StepRunner(module, engine, metrics, options["schedule"], chunks, options["num_microbatches"])
+    return Assembly(module, engine, runner, keys, groups, seed)
+
+
+def _cost_outside(module: nn.Module, blocks: Sequence[str]) -> tuple[int, int]:
+    """Parameters multiplied before the first and after the first list of blocks; an embedding only looks them up."""
+    order = {name: index for index, (name, _) in enumerate(module.named_modules(remove_duplicate=False))}
+    first = last = 0
+    for name in outside_modules(module, ancestors_of(blocks), set(blocks)):
+        if not isinstance(module.get_submodule(name), nn.Embedding):
+            cost = num_parameters(module.get_submodule(name))
+            first, last = (first + cost, last) if order[name] < order[blocks[0]] else (first, last + cost)
+    return first, last
+
+
+def _agree_on_seed(mesh: Mesh) -> int:
+    """World rank 0's seed; without `seed_everything` the ranks of a replica also start their own streams alike."""
+    seed = torch.tensor(torch.initial_seed() % 2**62, device=mesh.device)
+    dist.broadcast(seed, 0)
+    if "PL_GLOBAL_SEED" not in os.environ and mesh.layout.pipeline > 1:
+        start = derived_seed(int(seed), "replica", mesh.data_rank)
+        torch.manual_seed(start)
+        random.seed(start)
+        numpy.random.seed(start % 2**32)  # noqa: NPY002 - the user's global stream
+    return int(seed)
+
+
+def _broadcast_whole(module: nn.Module, device: torch.device) -> None:
+    """Start from the weights of world rank 0, as one process would."""
+    if dist.get_world_size() == 1:
+        return
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            on_device = tensor.to(device).contiguous()
+            dist.broadcast(on_device, 0)
+            tensor.copy_(on_device)
+
+
+def _turn_off_nested_tensors(module: nn.Module) -> None:
+    """`nn.TransformerEncoder` would pass nested tensors from layer to layer in evaluation; stages exchange plain ones."""
+    for encoder in module.modules():
+        if isinstance(encoder, nn.TransformerEncoder):
+            encoder.enable_nested_tensor = encoder.use_nested_tensor = False
+
+
+def _log_layout(layout: Layout, chunks: int, sizes: list[int], options: dict[str, Any]) -> None:
+    blocks = f", blocks per stage {sizes}" if sizes else ""
+    rank_zero_info(
+        f"hybrid_ptdp: pipeline {layout.pipeline} x data {layout.data} x tensor {layout.tensor}, {chunks} chunk(s) a rank{blocks}, schedule "
+        f"{options['schedule']}, zero_stage {options['zero_stage']}"
+    )

@@ -1,0 +1,92 @@
+"""What is refused before training starts, each with the values, the rule and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import Precision
+from torch.optim import LBFGS, Optimizer
+
+SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved_1f1b")
+PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "64-true")
+
+
+def check_keywords(options: dict[str, Any]) -> None:
+    """Check the constructor's keywords, before any process or group exists.
+
+    Raises:
+        ValueError: If a value is out of range, or names something that this version does not have yet.
+    """
+    _check_numbers(options)
+    if options["schedule"] not in SCHEDULES:
+        raise ValueError(f"schedule={options['schedule']!r} is not one of {', '.join(map(repr, SCHEDULES))}.")
+    if options["num_chunks"] > 1 and options["schedule"] == "1f1b":
+        raise ValueError(
+            f"schedule='1f1b' runs one chunk a rank and num_chunks={options['num_chunks']}. Choose 'interleaved_1f1b' or 'gpipe'."
+        )
+    if options["num_chunks"] > 1 and options["pipeline_parallel_size"] == 1:
+        raise ValueError(f"num_chunks={options['num_chunks']} needs pipeline_parallel_size of at least 2, got 1.")
+    partition = options["partition"]
+    if isinstance(partition, str) and partition not in ("balanced", "uniform"):
+        raise ValueError(f"partition={partition!r} is not 'balanced', 'uniform' or a list of block counts.")
+    for name, only in (("tensor_parallel_size", 1), ("expert_parallel_size", 1), ("replicate_size", 1)):
+        if options[name] != only:
+            raise ValueError(f"{name}={options[name]} is not supported yet; leave it {only}.")
+    if options["zero_stage"] not in (0, 1):
+        raise ValueError(f"zero_stage={options['zero_stage']} is not supported yet; choose 0 or 1.")
+
+
+def _check_numbers(options: dict[str, Any]) -> None:
+    for name in ("pipeline_parallel_size", "num_chunks", "num_microbatches"):
+        value = options[name]
+        if value == "auto" and name != "num_chunks":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} must be a whole number of at least 1" + (", or 'auto'." if name != "num_chunks" else "."))
+
+
+def check_precision(precision: Precision) -> None:
+    """Refuse precisions whose loss scale would have to be shared over the stages.
+
+    Raises:
+        ValueError: Naming those that work.
+    """
+    if precision.precision not in PRECISIONS:
+        raise ValueError(
+            f"precision={precision.precision!r} does not work with hybrid_ptdp yet: its loss scale is kept by each process for itself. "
+            f"Choose one of {', '.join(PRECISIONS)}."
+        )
+
+
+def check_module(module: LightningModule) -> None:
+    """Refuse what cannot run as several micro-batches, replicas or stages.
+
+    Raises:
+        ValueError: Naming the feature and the way out.
+    """
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"automatic_optimization=False: the backward passes belong to the pipeline's schedule. "
+            "Let Lightning optimize, or use strategy='ddp'."
+        )
+    if type(module).backward is not LightningModule.backward:
+        raise ValueError(
+            f"{type(module).__name__}.backward is overridden, and the pipeline's schedule runs the backward passes itself. Move "
+            "what it does to on_before_backward or on_after_backward."
+        )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that call the closure several times, and several optimizers.
+
+    Raises:
+        ValueError: Naming the optimizer.
+    """
+    if len(optimizers) > 1:
+        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        raise ValueError(f"configure_optimizers returned {len(optimizers)} optimizers ({names}); one with several groups works.")
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise ValueError("LBFGS evaluates the loss several times a step, which a pipeline's step cannot do. Choose another optimizer.")

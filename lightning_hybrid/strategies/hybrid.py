@@ -1,0 +1,357 @@
+"""`Trainer(strategy="hybrid_ptdp")`: pipeline and data parallelism for a LightningModule that nobody rewrote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_hybrid.compat import is_accumulating, subprocess_launcher
+from lightning_hybrid.parallel.executor import Event
+from lightning_hybrid.parallel.gradients import install_gradients, take_gradients
+from lightning_hybrid.parallel.saving import gather_model_state, gather_optimizer_state
+from lightning_hybrid.strategies.assembly import Assembly, assemble
+from lightning_hybrid.strategies.checks import check_keywords, check_module, check_optimizers, check_precision
+from lightning_hybrid.strategies.clipping import Clipping
+from lightning_hybrid.strategies.evaluation import DataLoaders
+from lightning_hybrid.strategies.optimizers import ParameterGroups
+from lightning_hybrid.strategies.processes import start_process_group
+from lightning_hybrid.strategies.reductions import reduce_over_data
+from lightning_hybrid.strategies.summary import SummaryBeforeCut
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class HybridPTDPStrategy(ParallelStrategy):
+    """Pipeline x data parallel training of an unmodified LightningModule, with the numbers of one process.
+
+    Args:
+        pipeline_parallel_size: Ranks that one copy of the model is spread over; "auto" is the smallest divisor of at least 2 of
+            the number of processes that is not above the number of blocks, else 1.
+        tensor_parallel_size: 1; larger sizes are refused in this version.
+        expert_parallel_size: 1; larger sizes are refused in this version.
+        replicate_size: 1; larger sizes are refused in this version.
+        num_chunks: Stages that one rank holds, at least 1; more than 1 interleaves (arXiv:2104.04473, section 2.2.2).
+        num_microbatches: Parts that each rank's batch is cut into; "auto" is 4 a pipeline rank, or 1 without a pipeline. A
+            smaller batch makes fewer.
+        schedule: "gpipe", "1f1b", "interleaved_1f1b"; "auto" is 1F1B, interleaved if there are chunks.
+        pipeline_layers: Dotted names of the lists of blocks to cut between; None finds them.
+        partition: Blocks of each stage: by number of parameters, by count, or given.
+        zero_stage: 0 replicates everything over the data axis, 1 shards optimizer states (arXiv:1910.02054, section 5.1).
+        process_group_backend: Backend of the default process group; None chooses by device.
+        timeout: Longest wait of a collective.
+
+    Raises:
+        ValueError: If a keyword is out of range or not supported yet.
+    """
+
+    strategy_name = "hybrid_ptdp"
+
+    def __init__(
+        self,
+        pipeline_parallel_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
+        replicate_size: int = 1,
+        num_chunks: int = 1,
+        num_microbatches: int | Literal["auto"] = "auto",
+        schedule: Literal["auto", "gpipe", "1f1b", "interleaved_1f1b"] = "auto",
+        pipeline_layers: str | list[str] | None = None,
+        partition: Literal["balanced", "uniform"] | list[int] = "balanced",
+        zero_stage: Literal[0, 1, 2, 3] = 1,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+    ) -> None:
+        super().__init__()
+        self.options: dict[str, Any] = {
+            "pipeline_parallel_size": pipeline_parallel_size,
+            "tensor_parallel_size": tensor_parallel_size,
+            "expert_parallel_size": expert_parallel_size,
+            "replicate_size": replicate_size,
+            "num_chunks": num_chunks,
+            "num_microbatches": num_microbatches,
+            "schedule": schedule,
+            "pipeline_layers": pipeline_layers,
+            "partition": partition,
+            "zero_stage": zero_stage,
+        }
+        check_keywords(self.options)
+        self.num_nodes = 1
+        self.record_timeline = False
+        self._backend, self._timeout = process_group_backend, timeout
+        self._assembly: Assembly | None = None
+        self._loaders = DataLoaders()
+        self._summary = SummaryBeforeCut()
+        self._taken: list[Any] = []
+        self._window_open = False
+
+    # Processes
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether replicas see different data: Lightning then gives each its share, and else leaves samplers alone."""
+        return self.world_size > 1 if self._assembly is None else self._assembly.engine.mesh.layout.data > 1
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = subprocess_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment and the loggers of this process which rank it is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+            rank_zero_only.rank = self.cluster_environment.global_rank()
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        start_process_group(self.cluster_environment, self.root_device, self._backend, self._timeout)
+
+    # Set-up
+
+    @property
+    def assembly(self) -> Assembly:
+        """The engine and what belongs to it.
+
+        Raises:
+            RuntimeError: Before Lightning has set the strategy up.
+        """
+        if self._assembly is None:
+            raise RuntimeError("The strategy is set up by Trainer.fit, validate, test or predict; it has no engine before.")
+        return self._assembly
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        module = self.lightning_module
+        assert module is not None
+        self.accelerator.setup(trainer)
+        check_precision(self.precision_plugin)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self._summary.show(trainer, module)
+        self.model = self.precision_plugin.convert_module(module)
+        if self._assembly is None or self._assembly.module is not module:
+            self._assembly = self._assemble(trainer, module, fitting)
+        elif fitting:
+            self._set_up_optimizers_again(trainer)
+        self.setup_precision_plugin()
+        clipping = Clipping(self._assembly.engine)
+        vars(self.precision_plugin).update(clip_grad_by_norm=clipping.by_norm, clip_grad_by_value=clipping.by_value)
+
+    def _assemble(self, trainer: Trainer, module: LightningModule, fitting: bool) -> Assembly:
+        groups = None
+        is_plain = self.world_size == 1 and self.options["num_microbatches"] in ("auto", 1)
+        if fitting:
+            self.setup_optimizers(trainer)
+            if not is_plain:
+                check_module(module)
+                check_optimizers(self.optimizers)
+            groups = ParameterGroups(self.optimizers, module)
+        assembly = assemble(module, self.options, device=self.root_device, timeout=self._timeout, groups=groups)
+        assembly.is_plain = is_plain
+        return assembly
+
+    def _set_up_optimizers_again(self, trainer: Trainer) -> None:
+        """A second `fit` of one Trainer: the module is cut already, so an optimizer sees only what is here."""
+        if self.assembly.engine.cut is not None:
+            raise RuntimeError(
+                "This LightningModule has been cut into pipeline stages by an earlier call, so that configure_optimizers cannot see all "
+                "of it. Fit first, or make a new module and a new Trainer; fit takes ckpt_path to go on from a checkpoint."
+            )
+        self.setup_optimizers(trainer)
+        self.assembly.groups = ParameterGroups(self.optimizers, self.assembly.module)
+
+    @override
+    def model_to_device(self) -> None:
+        """`assemble` moves the part of the model that stays."""
+
+    @override
+    def teardown(self) -> None:
+        self._summary.restore()
+        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+            vars(self.precision_plugin).pop(name, None)
+        assert self.cluster_environment is not None
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+        self.cluster_environment.teardown()
+
+    # Steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assembly = self.assembly
+        trainer = assembly.module.trainer
+        accumulate = trainer.accumulate_grad_batches
+        if assembly.is_plain and accumulate == 1:
+            return super().training_step(*args, **kwargs)
+        if not self._window_open:
+            take_gradients(assembly.engine.local_parameters())  # left over from a window that was never applied
+        first, self._window_open = not self._window_open, True
+        assembly.engine.executor.record = self.record_timeline
+        output = assembly.runner.train(
+            [*args, *kwargs.values()],
+            self.precision_plugin.train_step_context,
+            name=(trainer.current_epoch, trainer.fit_loop.batch_idx),
+            accumulate=accumulate,
+            first=first,
+            last=not is_accumulating(trainer),
+            on_planned=assembly.settle,
+        )
+        self._taken = take_gradients(assembly.engine.local_parameters())
+        return output
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """The schedule has run autograd; give the optimizer what `training_step` took out of Lightning's `zero_grad`'s way."""
+        if not self._window_open:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        module = self.assembly.module
+        self.pre_backward(closure_loss)
+        loss = self.precision_plugin.pre_backward(closure_loss, module)
+        install_gradients(self._taken)
+        self._taken = []
+        loss = self.precision_plugin.post_backward(loss, module)
+        self.post_backward(loss)
+        return loss
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().optimizer_step(*args, **kwargs)
+        finally:
+            self._window_open = False
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.assembly.is_plain:
+            return super().validation_step(*args, **kwargs)
+        return self._evaluate("validation_step", "val", self.precision_plugin.val_step_context, [*args, *kwargs.values()])
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.assembly.is_plain:
+            return super().test_step(*args, **kwargs)
+        return self._evaluate("test_step", "test", self.precision_plugin.test_step_context, [*args, *kwargs.values()])
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.assembly.engine.cut is None:
+            return super().predict_step(*args, **kwargs)
+        raise RuntimeError("predict is not supported with pipeline_parallel_size above 1 yet; use pipeline_parallel_size=1.")
+
+    def _evaluate(self, hook: str, kind: str, context: Any, args: list[Any]) -> Any:
+        loader = args[2] if len(args) > 2 and isinstance(args[2], int) else 0
+        counts = self._loaders.next_counts(kind, loader)
+        return self.assembly.runner.evaluate(hook, args, context, name=tuple(args[1:]), counts=counts)
+
+    @override
+    def on_validation_start(self) -> None:
+        self._loaders.start("val")
+        self.assembly.engine.data.gather()
+
+    @override
+    def on_test_start(self) -> None:
+        self._loaders.start("test")
+        self.assembly.engine.data.gather()
+
+    # Data and metrics
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        mesh = self.assembly.engine.mesh
+        return {"num_replicas": mesh.layout.data, "rank": mesh.data_rank}
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return self._loaders.process(dataloader, self.assembly.engine.mesh, self.assembly.seed)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the ranks that see different data, or over `group`."""
+        return reduce_over_data(tensor, group or self._data_group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather from the ranks that see different data, or from `group`."""
+        return super().all_gather(tensor, group=group or self._data_group, sync_grads=sync_grads)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks of the world (or any) say so."""
+        operation = dist.ReduceOp.MIN if all else dist.ReduceOp.MAX
+        return bool(reduce_over_data(torch.tensor(int(decision), device=self.root_device), None, operation))
+
+    @property
+    def _data_group(self) -> Any:
+        return self._assembly.engine.mesh.data_group if self._assembly is not None else None
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        self._loaders.announce(name)
+        if dist.is_initialized():
+            dist.barrier()
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    # State
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """State of the whole model on rank 0, empty elsewhere."""
+        assembly = self.assembly
+        return gather_model_state(assembly.engine, assembly.keys)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> Mapping[str, Any]:  # type: ignore[override]
+        """State of one optimizer over the whole model on rank 0, empty elsewhere."""
+        assembly = self.assembly
+        assert assembly.groups is not None
+        bare = getattr(optimizer, "optimizer", optimizer)
+        index = self.optimizers.index(bare)
+        return gather_optimizer_state(assembly.engine, bare, assembly.groups.names[index])
+
+    def timeline(self) -> list[Event]:
+        """Measured times of the last step's actions on all ranks of this replica's pipeline; all ranks must call it.
+
+        Set `record_timeline = True` before the step.
+        """
+        mesh, events = self.assembly.engine.mesh, self.assembly.engine.executor.events
+        everyone: list[Any] = [None] * mesh.layout.pipeline
+        dist.all_gather_object(everyone, events, group=mesh.pipeline_group)
+        return [event for other in everyone for event in other]

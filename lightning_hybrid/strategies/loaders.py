@@ -1,0 +1,134 @@
+"""Data of one replica: the same on all its stages; in evaluation seen once, without padding by duplicates."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from lightning_hybrid.compat import all_gather_flat
+from lightning_hybrid.functional.trees import leaves_of
+from lightning_hybrid.parallel.mesh import Mesh
+
+
+def remove_padding(sampler: object) -> None:
+    """Let a `DistributedSampler` give each sample to exactly one replica, some of which then have one fewer."""
+    if isinstance(sampler, DistributedSampler) and not sampler.drop_last:
+        length = len(sampler.dataset)  # type: ignore[arg-type]
+        sampler.total_size = length
+        sampler.num_samples = len(range(sampler.rank, length, sampler.num_replicas))
+
+
+class EvenLoader:
+    """A loader that yields equally many batches on every replica; surplus ones repeat a batch and must not count.
+
+    Attributes that it does not have are the wrapped loader's.
+
+    Args:
+        loader: The replica's own loader.
+        mesh: Groups of this rank. All ranks make and iterate the loader together.
+
+    Attributes:
+        num_real: Batches of the current iteration that came from the loader.
+    """
+
+    def __init__(self, loader: Any, mesh: Mesh) -> None:
+        self._loader, self._mesh = loader, mesh
+        self.num_real = 0
+        self._length = self._longest()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # not there yet, while being unpickled
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError(f"{type(self._loader).__name__} has no length on some replica.")
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        self.num_real = 0
+        batches, batch, num_yielded = iter(self._loader), None, 0
+        while self._length is None or num_yielded < self._length:
+            following = next(batches, _END)
+            here = self._replicas_with(following is not _END) if self._length is None or num_yielded == 0 else [0]
+            if not here:
+                return
+            if following is not _END:
+                self.num_real += 1
+                batch = following
+            if num_yielded == 0 and len(here) < self._mesh.layout.data:
+                batch = self._lend(batch, source=self._mesh.data_ranks[here[0]])
+            num_yielded += 1
+            yield batch
+
+    def _longest(self) -> int | None:
+        try:
+            length = len(self._loader)
+        except (TypeError, NotImplementedError):
+            length = -1
+        lengths = self._gather(length)
+        return None if min(lengths) < 0 else max(lengths)
+
+    def _replicas_with(self, here: bool) -> list[int]:
+        return [rank for rank, other in enumerate(self._gather(int(here))) if other]
+
+    def _gather(self, number: int) -> list[int]:
+        gathered = torch.empty(self._mesh.layout.data, dtype=torch.int64, device=self._mesh.device)
+        mine = torch.tensor([number], device=self._mesh.device)
+        all_gather_flat(gathered, mine, self._mesh.data_group)
+        numbers: list[int] = gathered.tolist()
+        return numbers
+
+    def _lend(self, batch: Any, *, source: int) -> Any:
+        """A replica without a single sample runs the user's hooks on another one's batch."""
+        box = [batch]
+        dist.broadcast_object_list(box, src=source, group=self._mesh.data_group)
+        return batch if self.num_real else box[0]
+
+
+def agree_on_order(loader: object, seed: int) -> None:
+    """Let samplers and workers of a `DataLoader` draw from a generator of their own, the same on all stages of a replica."""
+    if not isinstance(loader, DataLoader):
+        return
+    if loader.generator is None:
+        loader.generator = torch.Generator().manual_seed(seed)
+    sampler = loader.sampler
+    if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler) and sampler.generator is None:
+        sampler.generator = torch.Generator().manual_seed(seed)
+
+
+def fingerprint(batch: object) -> str:
+    """A hash of the tensors of a batch: their shapes, types and bytes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for leaf in leaves_of(batch):
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+            digest.update(repr((tuple(leaf.shape), leaf.dtype)).encode())
+            digest.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_same_batch(batch: object, mesh: Mesh) -> None:
+    """Compare a batch over the stages of a replica.
+
+    Raises:
+        RuntimeError: On every rank of the replica, if two stages were given different batches.
+    """
+    everyone: list[Any] = [None] * mesh.layout.pipeline
+    dist.all_gather_object(everyone, fingerprint(batch), group=mesh.pipeline_group)
+    if len(set(everyone)) > 1:
+        raise RuntimeError(
+            f"The ranks {mesh.pipeline_ranks} of one model replica were given different batches, so that inputs and labels would come "
+            "from different samples. Every stage must draw the same samples: call seed_everything(..., workers=True), draw "
+            "random numbers in the dataset or sampler from a seed of their own, and split data by the data-parallel rank "
+            "(trainer.distributed_sampler_kwargs), not by the global rank."
+        )
+
+
+_END = object()

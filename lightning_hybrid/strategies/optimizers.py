@@ -1,0 +1,54 @@
+"""Optimizers that the user made over the whole model, kept to the parameters that this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+
+class ParameterGroups:
+    """Which parameters of the whole model each optimizer has, by name.
+
+    Args:
+        optimizers: As `configure_optimizers` returned them, before the model was cut.
+        module: The whole model.
+
+    Raises:
+        ValueError: If an optimizer holds a tensor that is no parameter of the model.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._optimizers = list(optimizers)
+        for optimizer in optimizers:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) not in names):
+                raise ValueError(
+                    f"{type(optimizer).__name__} holds a tensor of shape {list(parameter.shape)} that is not a parameter of the "
+                    "LightningModule. Register it as one, so that it can be given to the right stage."
+                )
+        self.names: list[list[list[str]]] = [
+            [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups] for optimizer in optimizers
+        ]
+
+        self._held = [[list(names) for names in groups] for groups in self.names]
+
+    def keep(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Reduce each group to the given parameters, and take their present objects: sharding has replaced some."""
+        for optimizer, groups, held in zip(self._optimizers, self.names, self._held, strict=True):
+            for index, (group, names) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+                old = dict(zip(held[index], group["params"], strict=True))
+                held[index] = [name for name in names if name in parameters]
+                group["params"] = [parameters[name] for name in held[index]]
+                if "param_names" in group:
+                    group["param_names"] = list(held[index])
+                _move_state(optimizer, old, parameters)
+
+
+def _move_state(optimizer: Optimizer, old: Mapping[str, nn.Parameter], new: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in old.items():
+        if parameter in optimizer.state and new.get(name) is not parameter:
+            state = optimizer.state.pop(parameter)
+            if name in new:
+                optimizer.state[new[name]] = state

@@ -1,0 +1,255 @@
+"""Training and evaluation steps: micro-batches, weights, losses and records around one run of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_hybrid.functional.schedules import usable_microbatches
+from lightning_hybrid.parallel.engine import Engine, Step, divide_gradients
+from lightning_hybrid.parallel.microbatch import batch_size, split_batch, structure_key
+from lightning_hybrid.strategies.loaders import check_same_batch
+from lightning_hybrid.strategies.metric_objects import MetricObjects
+from lightning_hybrid.strategies.records import Exchange, Key, Recorder, outputs, replay
+
+CHECKED_BATCHES = 3  # batches of each kind of step whose equality over a replica's stages is checked
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+LOSS = "loss"
+
+
+@dataclass
+class Counts:
+    """Micro-batches of one batch whose step returned a `loss_weight`, and the others."""
+
+    weighted: int = 0
+    plain: int = 0
+
+
+@dataclass
+class StepRunner:
+    """Runs the LightningModule's steps over an engine.
+
+    Args:
+        module: The user's module.
+        engine: The engine.
+        metrics: Its metric objects.
+        schedule: Name of the schedule, for the number of micro-batches.
+        num_chunks: Stages of each rank.
+        num_microbatches: Wanted number, or "auto".
+    """
+
+    module: LightningModule
+    engine: Engine
+    metrics: MetricObjects
+    schedule: str
+    num_chunks: int
+    num_microbatches: int | str
+    _exchanges: dict[str, Exchange] = field(default_factory=dict)
+    _checked: dict[str, int] = field(default_factory=dict)
+    _window_weight: float = 0.0
+    _dropped: set[str] = field(default_factory=set)
+
+    def train(
+        self, args: Sequence[Any], context: Context, *, name: tuple[object, ...], accumulate: int, first: bool, last: bool,
+        on_planned: Callable[[], None],
+    ) -> Tensor | dict[str, Tensor]:
+        """One training batch, forward and backward.
+
+        Args:
+            args: Of `training_step`; the first is the batch.
+            context: Entered around each call of the user's step.
+            name: What random numbers are derived from.
+            accumulate: `accumulate_grad_batches`.
+            first: The batch starts an accumulation window.
+            last: The batch ends it.
+            on_planned: Called between the probes and the schedule.
+
+        Returns:
+            What the user's step returned, combined over micro-batches and replicas, equal on all ranks.
+        """
+        parts, sizes = self._split(args[0], "training_step")
+        recorder, counts = self._recorder(), Counts()
+        total = self._start_total(sum(sizes))
+        step = self._step("training_step", parts, sizes, args, context, recorder, name)
+        plans = self.engine.prepare(step, training=True)
+        on_planned()
+        weighted = bool(plans) and all(plan.weighted for of_stage in plans for plan in of_stage.values())
+        share = partial(self._share, sizes, total, accumulate)
+        self.engine.train(
+            step,
+            plans,
+            seed=partial(self._seed, counts, recorder, sizes, share),
+            weight=(lambda _: None) if weighted else share,
+            reduce=last,
+        )
+        combined, sums = self._exchange("training_step").combine(recorder.entries, [counts.weighted, counts.plain])
+        weight = next((weight for key, (_, weight) in combined.items() if key.kind == "output" and key.name == LOSS), 0.0)
+        self._finish_weights(*sums, weight, first=first, last=last)
+        self._replay(combined, on_step=True)
+        values = outputs(combined)
+        values.setdefault(LOSS, torch.zeros((), device=self.engine.mesh.device))
+        return values if len(values) > 1 else values[LOSS]
+
+    def evaluate(
+        self, hook: str, args: Sequence[Any], context: Context, *, name: tuple[object, ...], counts: bool
+    ) -> Tensor | dict[str, Any] | None:
+        """One validation or test batch, forward only.
+
+        Args:
+            hook: "validation_step" or "test_step".
+            args: Of the hook; the first is the batch.
+            context: Entered around each call of the user's step.
+            name: What random numbers are derived from.
+            counts: False where the replica has no more data: the batch is not run, and weighs nothing.
+        """
+        recorder = self._recorder()
+        if counts:
+            parts, sizes = self._split(args[0], hook)
+            step = self._step(hook, parts, sizes, args, context, recorder, name)
+            plans = self.engine.prepare(step, training=False)
+            self.engine.evaluate(step, plans, lambda i, output: self._record_outputs(recorder, output, sizes[i]))
+        combined, _ = self._exchange(hook).combine(recorder.entries, [])
+        self._replay(combined, on_step=False)
+        values = outputs(combined)
+        return values.pop("") if "" in values else values or None
+
+    def _split(self, batch: Any, hook: str) -> tuple[list[Any], list[int]]:
+        pipeline = self.engine.mesh.layout.pipeline
+        if pipeline > 1 and self._checked.get(hook, 0) < CHECKED_BATCHES:
+            self._checked[hook] = self._checked.get(hook, 0) + 1
+            check_same_batch(batch, self.engine.mesh)
+        samples = batch_size(batch)
+        wanted = self.num_microbatches
+        if isinstance(wanted, str):
+            wanted = 1 if pipeline == 1 else 4 * pipeline
+        usable = usable_microbatches(self.schedule, pipeline, self.num_chunks, wanted, max(samples, 1))
+        custom = getattr(self.module, "split_batch", None)
+        parts = list(custom(batch, usable)) if callable(custom) else split_batch(batch, usable)
+        return parts, [batch_size(part) for part in parts]
+
+    def _step(
+        self,
+        hook: str,
+        parts: list[Any],
+        sizes: list[int],
+        args: Sequence[Any],
+        context: Context,
+        recorder: Recorder,
+        name: tuple[object, ...],
+    ) -> Step:
+        function = getattr(self.module, hook)
+
+        def call(micro_batch: int) -> Any:
+            with recorder.recording(sizes[micro_batch]), context():
+                return function(parts[micro_batch], *args[1:])
+
+        mode = (hook, self.module.training, torch.is_grad_enabled())
+        return Step((hook, *name), [(mode, structure_key(part)) for part in parts], call)
+
+    def _recorder(self) -> Recorder:
+        cut = self.engine.cut
+        return Recorder(self.module, cut.keeper if cut else None, self.engine.mesh.device)
+
+    def _exchange(self, hook: str) -> Exchange:
+        return self._exchanges.setdefault(hook, Exchange(self.engine.mesh.device))
+
+    def _replay(self, combined: Mapping[Key, tuple[Tensor, float]], *, on_step: bool) -> None:
+        self.metrics.finish_step(combined, on_step=on_step)
+        replay(self.module, combined)
+
+    def _start_total(self, samples: int) -> Callable[[], float]:
+        """Samples of this batch over all replicas; the sum travels while the first micro-batches compute."""
+        mesh = self.engine.mesh
+        if mesh.layout.data == 1:
+            return lambda: samples
+        total = torch.tensor(samples, device=mesh.device)
+        work = dist.all_reduce(total, group=mesh.data_group, async_op=True)
+        assert work is not None
+        known: list[float] = []
+
+        def wait() -> float:
+            if not known:
+                work.wait()
+                known.append(float(total))
+            return known[0]
+
+        return wait
+
+    @staticmethod
+    def _share(sizes: list[int], total: Callable[[], float], accumulate: int, micro_batch: int) -> float:
+        """A micro-batch's share of the samples of the batch over all replicas, by Lightning's rule for accumulation."""
+        return sizes[micro_batch] / total() / accumulate
+
+    def _seed(
+        self,
+        counts: Counts,
+        recorder: Recorder,
+        sizes: list[int],
+        share: Callable[[int], float],
+        micro_batch: int,
+        output: Any,
+    ) -> tuple[Tensor, float]:
+        loss, weight = _loss_of(output)
+        counts.weighted += weight is not None
+        counts.plain += weight is None
+        key = Key("output", LOSS, dtype=loss.dtype)
+        recorder.add(key, loss.detach(), float(sizes[micro_batch]) if weight is None else weight)
+        if isinstance(output, Mapping):
+            rest = {name: value for name, value in output.items() if name not in (LOSS, "loss_weight")}
+            self._record_outputs(recorder, rest, sizes[micro_batch])
+        return loss, share(micro_batch) if weight is None else weight
+
+    def _record_outputs(self, recorder: Recorder, output: Any, samples: int) -> None:
+        entries = output if isinstance(output, Mapping) else {"": output}
+        for name, value in entries.items():
+            if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point():
+                key = Key("output", str(name), dtype=value.dtype)
+                recorder.add(key, value.detach().reshape(()), float(samples))
+            elif value is not None and name not in self._dropped:
+                self._dropped.add(str(name))
+                rank_zero_warn(
+                    f"The step returns {name or 'a value'} of type {type(value).__name__}, which is not a floating-point scalar: it is not "
+                    "passed on to hooks, because each rank has only a part of it."
+                )
+
+    def _finish_weights(
+        self, num_weighted: float, num_plain: float, weight: float, *, first: bool, last: bool
+    ) -> None:
+        if num_weighted and num_plain:
+            raise ValueError(
+                f"training_step returned a loss_weight for {num_weighted:.0f} micro-batches and none for {num_plain:.0f}. Return it "
+                "always or never."
+            )
+        if first:
+            self._window_weight = 0.0
+        self._window_weight += weight if num_weighted else 0.0
+        if last and num_weighted:
+            divide_gradients(self.engine.local_parameters(), self._window_weight)
+
+
+def _loss_of(output: Any) -> tuple[Tensor, float | None]:
+    """(loss, its weight or None) of what `training_step` returned.
+
+    Raises:
+        TypeError: If there is no scalar tensor.
+    """
+    loss = output.get(LOSS) if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TypeError(
+            f"training_step returned {type(output).__name__} without a scalar loss tensor. Under this strategy it must return the loss, "
+            'or a dictionary with "loss" (and "loss_weight" for an exactly weighted mean).'
+        )
+    weight = output.get("loss_weight") if isinstance(output, Mapping) else None
+    return loss.reshape(()), None if weight is None else float(weight)

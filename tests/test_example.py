@@ -1,0 +1,89 @@
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
+
+from examples.gpt import GPT, StandardLibrary, Windows, library_files, read, split
+
+
+def tiny(**changes):
+    return GPT(**{"width": 16, "depth": 2, "heads": 2, "context": 16, "learning_rate": 1e-2, **changes})
+
+
+def test_held_out_files_are_a_few_and_never_trained_on():
+    files = library_files()
+    train, held_out = split(files)
+    assert not set(train) & set(held_out)
+    assert sorted(train + held_out) == files
+    assert 0.02 < len(held_out) / len(files) < 0.1
+
+
+def test_split_depends_on_names_alone():
+    files = library_files()
+    assert [set(side) for side in split(reversed(files))] == [set(side) for side in split(files)]
+
+
+def test_library_is_without_tests_and_installed_packages():
+    folders = {part for file in library_files() for part in file.parts[-3:-1]}
+    assert not folders & {"site-packages", "dist-packages", "test", "tests", "encodings"}
+
+
+def test_windows_cover_the_text_and_overlap_by_one_byte():
+    text = torch.arange(22, dtype=torch.uint8)
+    assert [piece.tolist() for piece in Windows(text, context=7)] == [
+        list(range(8)),
+        list(range(7, 15)),
+        list(range(14, 22)),
+    ]
+
+
+def test_limited_windows_spread_over_the_text():
+    windows = Windows(torch.arange(101, dtype=torch.uint8), context=10, limit=3)
+    assert [int(windows[i][0]) for i in range(len(windows))] == [0, 30, 60]
+
+
+def test_data_are_the_same_every_time():
+    first, second = StandardLibrary(), StandardLibrary()
+    for data in (first, second):
+        data.setup("fit")
+    assert torch.equal(first.train.text, second.train.text)
+    assert torch.equal(next(iter(first.val_dataloader())), next(iter(second.val_dataloader())))
+
+
+@pytest.mark.parametrize("tie_weights", [False, True])
+def test_model_gives_logits_of_every_byte_from_those_before_it(tie_weights):
+    model, text = tiny(tie_weights=tie_weights), torch.randint(256, (3, 12))
+    logits = model(text)
+    assert logits.shape == (3, 12, 256)
+    changed = text.clone()
+    changed[:, 8:] = 0
+    torch.testing.assert_close(model(changed)[:, :8], logits[:, :8])
+    assert (model.head.weight is model.embed.weight) == tie_weights
+
+
+def test_untrained_model_knows_nothing_and_a_short_fit_teaches_it(tmp_path):
+    text = read(split(library_files())[1])
+    held_out = DataLoader(Windows(text, 16, limit=64), 64)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=40,
+        limit_val_batches=1,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    model = tiny()
+    (before,) = trainer.validate(model, held_out, verbose=False)
+    trainer.fit(model, DataLoader(Windows(text, 16), 16), held_out)
+    (after,) = trainer.validate(model, held_out, verbose=False)
+    assert before["val/bits_per_byte"] == pytest.approx(8, abs=0.1)
+    assert after["val/bits_per_byte"] < 6.5
+
+
+def test_generated_text_continues_the_prompt():
+    text = tiny().generate("def ", length=20)
+    assert text.startswith("def ")
+    assert len(text.encode()) >= 24
