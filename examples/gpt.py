@@ -184,5 +184,5 @@ def read(files: Iterable[Path]) -> Tensor:
 
 if __name__ == "__main__":
     seed_everything(0)
-    trainer = Trainer(accelerator="cpu", max_steps=600, val_check_interval=150, gradient_clip_val=1.0)
+    trainer = Trainer(accelerator="cpu", max_steps=500, val_check_interval=125, gradient_clip_val=1.0)
     trainer.fit(GPT(), StandardLibrary())

@@ -1,4 +1,4 @@
-"""Hybrid parallel training for PyTorch Lightning: strategies, precision, callbacks and optimizers with the numbers of one process.
+"""Hybrid parallel training for PyTorch Lightning, with the numbers of one process.
 
 Importing the package registers its strategies, so that `Trainer(strategy="hybrid_ptdp")` finds them.
 """

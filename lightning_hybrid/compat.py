@@ -1,4 +1,4 @@
-"""Every private name of another library that this package uses, each with its reason; tests/test_compat.py fails if one moves."""
+"""Every private name of another library that we use, each with its reason; tests/test_compat.py fails if one moves."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def set_step_value(metric: Metric, value: Any) -> None:
 
 
 def subprocess_launcher(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> Any:
-    """Lightning's launcher that runs the script again for each process; its strategies have no public way to make one."""
+    """Lightning's launcher that runs the script again for each process; there is no public way to make one."""
     return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
 
 
 def all_gather_flat(output: Tensor, part: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Gather one tensor of each rank into one; torch 2.13 renamed the function, and warns about the name that 2.11 has."""
+    """Gather one tensor of each rank into one; torch 2.13 renamed the function and warns about 2.11's name."""
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     gather(output, part, group=group)

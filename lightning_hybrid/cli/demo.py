@@ -137,8 +137,8 @@ def _show_samples(example: ModuleType, checkpoint: Path) -> None:
     model = example.GPT.load_from_checkpoint(checkpoint, map_location="cpu").eval()
     torch.manual_seed(0)
     for prompt in PROMPTS:
-        text = model.generate(prompt, length=160)
-        print("\n" + "\n".join(f"    {line}" for line in text.splitlines()[:5]))
+        lines = [line.rstrip() for line in model.generate(prompt, length=200).splitlines()]
+        print("\n" + "\n".join([f"    {line[:100]}" for line in lines if line][:5]))
 
 
 def _show_pipeline(progress: "Progress", picture: Path) -> None:
@@ -176,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lightning-hybrid demo", description="Train a small GPT and show the result.")
     parser.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR", help="where to write: %(default)s")
     parser.add_argument(
-        "--steps", type=int, default=600, metavar="N", help="training steps, rounded up to a multiple of 4: %(default)s"
+        "--steps", type=int, default=500, metavar="N", help="training steps, rounded up to a multiple of 4: %(default)s"
     )
     parser.add_argument("--processes", type=int, choices=(1, 4), default=4, help="1: no parallelism: %(default)s")
     return parser

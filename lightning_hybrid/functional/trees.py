@@ -1,7 +1,8 @@
 """Nested containers as a list of leaves and a picklable description of what held them.
 
 `torch.utils._pytree` was considered: it is private, and it descends into registered objects such as key-value caches,
-whose tensors must stay where they are. Here only tuples, lists, mappings and named tuples are containers; anything else is a leaf.
+whose tensors must stay where they are. Here only tuples, lists, mappings and named tuples are containers; anything else
+is a leaf.
 """
 
 from __future__ import annotations

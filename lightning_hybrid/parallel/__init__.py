@@ -1,1 +1,1 @@
-"""What runs on `torch.distributed` and knows nothing of Lightning: mesh, stage cut, pipeline, gradients, data parallelism."""
+"""What runs on `torch.distributed` and knows nothing of Lightning: mesh, stage cut, pipeline, gradients."""

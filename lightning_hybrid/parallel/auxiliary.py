@@ -30,11 +30,12 @@ class _AddGradient(torch.autograd.Function):
 def add_auxiliary_loss(x: Tensor, loss: Tensor) -> Tensor:
     """Add the gradient of a loss made inside a block, such as a router's balance loss, wherever the block runs.
 
-    Training is as if `loss` had been added to what `training_step` returns; the returned and logged loss does not contain it. A
-    micro-batch's auxiliary loss has the same weight as its loss: its share of the samples, or its `loss_weight`.
+    Training is as if `loss` had been added to what `training_step` returns; the returned and logged loss does not
+    contain it. A micro-batch's auxiliary loss has the same weight as its loss: its share of the samples, or its
+    `loss_weight`.
 
     Args:
-        x: Any tensor on the way to the loss, such as the block's output; must require a gradient for this to have an effect.
+        x: Any tensor on the way to the loss, such as the block's output; without a gradient there is no effect.
         loss: Scalar, a mean over the micro-batch.
 
     Returns:

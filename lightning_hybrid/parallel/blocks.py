@@ -53,7 +53,9 @@ def block_names(root: nn.Module, lists: Sequence[str]) -> list[str]:
         container = root.get_submodule(list_name)
         children = [name for name, _ in container.named_children()]  # names a shared module once
         if len(children) != len(container):  # type: ignore[arg-type]
-            raise ValueError(f"{list_name} holds one module at several positions; the pipeline needs one module for each.")
+            raise ValueError(
+                f"{list_name} holds one module at several positions; the pipeline needs one module for each."
+            )
         names += [f"{list_name}.{child}" if list_name else child for child in children]
     return names
 

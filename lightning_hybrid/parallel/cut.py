@@ -1,4 +1,4 @@
-"""The stage cut: which parts of one unmodified model this rank holds, and the gates that make it run as any of its stages."""
+"""The stage cut: which parts of an unmodified model this rank holds, and the gates that run it as any of its stages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_hybrid.parallel.gates import Gate, GateKeeper, add_gate, hollow
 
 
 class StageCut:
-    """One rank's view of the model: the blocks of its chunks, and everything outside the blocks until a probe says otherwise.
+    """One rank's view of the model: its chunks' blocks, and all outside the blocks until a probe says otherwise.
 
     Args:
         root: The whole model; it is changed in place.
@@ -122,7 +122,9 @@ class StageCut:
         here = set(self.stages)
         for position, block in enumerate(self.blocks):
             if self.stage_of_block(position) not in here:
-                for name, _ in list(self.root.get_submodule(block).named_parameters(prefix=block, remove_duplicate=False)):
+                for name, _ in list(
+                    self.root.get_submodule(block).named_parameters(prefix=block, remove_duplicate=False)
+                ):
                     self._hollow(name)
         for name, stages in self.block_stages.items():
             if not stages & here and name not in self.outside:
@@ -131,7 +133,9 @@ class StageCut:
     def _hollow(self, name: str) -> None:
         parent, _, leaf = name.rpartition(".")
         module = self.root.get_submodule(parent)
-        if leaf in dict(module.named_parameters(recurse=False, remove_duplicate=False)):  # a shared module has lost it under its other name
+        if leaf in dict(
+            module.named_parameters(recurse=False, remove_duplicate=False)
+        ):  # a shared module has lost it under its other name
             self.stand_ins[name] = hollow(module, leaf)
 
 

@@ -1,7 +1,7 @@
-"""Data parallelism of one rank's stages: gradients summed once a step (stage 0), optimizer states sharded too (ZeRO stage 1).
+"""Data parallelism of one rank's stages: gradients summed once a step, in ZeRO stage 1 with sharded optimizer states.
 
-Torch's `fully_shard` does the sharding. Plain replication does not need it: one flat all-reduce a step is faster than its
-per-module collectives, and cheaper than `DistributedDataParallel`, whose reducer expects a backward for each forward.
+Torch's `fully_shard` does the sharding. Plain replication does not need it: one flat all-reduce a step is faster than
+its per-module collectives; `DistributedDataParallel`'s reducer expects a backward for each forward.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ class _Step(nn.Module):
 
 
 class Sharded:
-    """Each replica owns a slice of every parameter for the optimizer; parameters stay gathered from a step's first forward to
-    its last backward, which reduces the gradients once.
+    """Each replica owns a slice of every parameter for the optimizer.
+
+    Parameters stay gathered from a step's first forward to its last backward, which reduces the gradients once.
     """
 
     def __init__(self, cut: StageCut | None, root: nn.Module, mesh: Mesh) -> None:
@@ -100,8 +101,10 @@ class Sharded:
                 # a parameter shared with another module must be in that module's group: the root's
                 if any(True for _ in block.parameters()) and all(users[id(p)] == 1 for p in block.parameters())
             ]
-        self._root = fully_shard(_Step(root), mesh=device_mesh, reshard_after_forward=False)
-        for module in (module for module in self._root.modules() if isinstance(module, FSDPModule)):
+        step = _Step(root)
+        self._root: Any = fully_shard(step, mesh=device_mesh, reshard_after_forward=False)
+        self._modules = [module for module in step.modules() if isinstance(module, FSDPModule)]
+        for module in self._modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         self._last: dict[int, int] = {}
@@ -114,7 +117,7 @@ class Sharded:
         return Result(payload, output)
 
     def begin(self, backwards: Backwards, *, reduce: bool) -> None:
-        """Only the last backward of each stage, and the very last for the root, reduces and lets go of whole parameters."""
+        """The last backward of each stage, and the very last for the root, reduces and lets go of whole parameters."""
         self._order, self._reduce = list(backwards), reduce
         self._last = {stage: index for index, (stage, _) in enumerate(self._order)}
         self._index = 0
@@ -137,9 +140,8 @@ class Sharded:
 
     def gather(self) -> None:
         """Gather the parameters of all modules."""
-        for module in self._root.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()
+        for module in self._modules:
+            module.unshard()
 
 
 def _set_last(module: FSDPModule, *, last: bool) -> None:

@@ -90,7 +90,7 @@ class Engine:
         return [self._plans[key] for key in step.keys]
 
     def settle(self) -> Ownership | None:
-        """After the first training probe: each rank keeps what its stages read, then states are sharded over the data axis.
+        """After the first training probe: each rank keeps what its stages read, sharded over the data axis.
 
         Returns:
             The new ownership, or None if it had been settled before.
@@ -154,7 +154,7 @@ class Engine:
         return list(self.root.parameters())
 
     def counted_parameters(self) -> list[nn.Parameter]:
-        """Those of them that this rank counts in a norm: over the world, each parameter or shard of one exactly once."""
+        """Those that this rank counts in a norm: over the world, each parameter or shard of one exactly once."""
         if isinstance(self.data, Replicated) and self.mesh.data_rank > 0:
             return []
         if self.cut is None or self.ownership is None:

@@ -30,7 +30,7 @@ class Work:
         plans: For each micro-batch, the plan of each stage of this rank.
         forward: Runs (stage, micro-batch, payload); the result's payload goes to the next stage.
         seed: For a micro-batch and what the last stage returned for it: the scalar to differentiate and its weight.
-        weight: Weight of a micro-batch's loss where it is known without the loss; None where it travels with the gradients.
+        weight: Weight of a micro-batch's loss if known without the loss; None if it travels with the gradients.
         before_backward: Called before the backward of (stage, micro-batch).
     """
 
@@ -61,7 +61,8 @@ class Executor:
     Attributes:
         record: Keep the times of actions in `events`.
         events: Times of the last step's actions, if recorded.
-        peak_in_flight: Most micro-batches of the last step whose forward was done and whose backward was not, over chunks.
+        peak_in_flight: Most micro-batches of the last step whose forward was done and whose backward was not, over
+            chunks.
     """
 
     mesh: Mesh
@@ -121,13 +122,17 @@ class Executor:
             with auxiliary_weight(weight):
                 torch.autograd.backward(roots, gradients)
         if stage:
-            self._gradients[stage, micro_batch] = self._payload_gradients(work, stage, micro_batch, saved.payload, weight)
+            self._gradients[stage, micro_batch] = self._payload_gradients(
+                work, stage, micro_batch, saved.payload, weight
+            )
 
     def _payload_gradients(
         self, work: Work, stage: int, micro_batch: int, payload: list[Tensor], weight: float
     ) -> list[Tensor]:
         gradients = [
-            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in payload if tensor.requires_grad
+            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for tensor in payload
+            if tensor.requires_grad
         ]
         if self._weight_travels(work, stage, micro_batch):
             gradients.append(torch.tensor(weight, dtype=torch.float64, device=self.mesh.device))

@@ -1,7 +1,8 @@
 """Gates: the pipeline's hold on a module that nobody rewrote.
 
 A module gets a subclass of its own class that overrides `__call__`, and nothing else about it changes: its name, its
-attributes, `isinstance`, its hooks, its `state_dict` keys. The gate is outermost, around hooks, FSDP and `Module.compile`.
+attributes, `isinstance`, its hooks, its `state_dict` keys. The gate is outermost, around hooks, FSDP and
+`Module.compile`.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ class Gate:
             return self.keeper.active.call(self, proceed, args, kwargs)
         if not self.owned:
             raise RuntimeError(
-                f"{self.name} was called outside a step, or by an activation checkpoint that spans a stage boundary, and lives on "
-                "another pipeline stage. Call the model only inside training_step, validation_step, test_step and "
-                "predict_step, and checkpoint each block on its own."
+                f"{self.name} was called outside a step, or by an activation checkpoint that spans a stage boundary, "
+                "and lives on another pipeline stage. Call the model only inside training_step, validation_step, "
+                "test_step and predict_step, and checkpoint each block on its own."
             )
         return self.keeper.draw(proceed, args, kwargs) if self.random else proceed(*args, **kwargs)
 
@@ -78,8 +79,8 @@ class GateKeeper:
         """Run a module on a random stream of its own, seeded by one number drawn from the step's stream.
 
         The step's stream then moves on by one number for each such module, whether it runs here or on another stage, so
-        that what the step draws outside of modules is the same on every stage; and an activation checkpoint, which restores
-        the step's stream, repeats the module's numbers.
+        that what the step draws outside of modules is the same on every stage; and an activation checkpoint, which
+        restores the step's stream, repeats the module's numbers.
         """
         seed = self.draw_seed()
         with fork_random_streams(self.device):
@@ -112,7 +113,7 @@ def add_gate(module: nn.Module, gate: Gate) -> None:
 
 
 def guard_attribute(module: nn.Module, name: str, attribute: str, readable: Callable[[], bool]) -> None:
-    """Make reads of an attribute that a block sets while it runs raise wherever the value is not of the running micro-batch.
+    """Make an attribute that a block sets while it runs unreadable where it is not the running micro-batch's.
 
     Args:
         module: The block or a module in it.
@@ -124,9 +125,9 @@ def guard_attribute(module: nn.Module, name: str, attribute: str, readable: Call
     def read(self: nn.Module) -> Any:
         if not readable():
             raise RuntimeError(
-                f"{name}.{attribute} is set while {name} runs, on another pipeline stage, and is not known where it is read. "
-                "Values recorded on the side do not cross stages: pass them through the blocks, or add a loss made inside a "
-                "block with lightning_hybrid.add_auxiliary_loss(x, loss)."
+                f"{name}.{attribute} is set while {name} runs, on another pipeline stage, and is not known where it is "
+                "read. Values recorded on the side do not cross stages: pass them through the blocks, or add a loss "
+                "made inside a block with lightning_hybrid.add_auxiliary_loss(x, loss)."
             )
         if attribute not in self.__dict__:
             raise AttributeError(attribute)
@@ -146,8 +147,8 @@ def _subclass(base: type, members: dict[str, Any]) -> type:
 def hollow(module: nn.Module, parameter_name: str) -> Tensor:
     """Replace one of the module's own parameters by a stand-in of the same shape without memory, and return that.
 
-    The stand-in is no parameter: it is in no `parameters()`, `state_dict()` or optimizer, and a probe refuses to let its value
-    matter.
+    The stand-in is no parameter: it is in no `parameters()`, `state_dict()` or optimizer, and a probe refuses to let
+    its value matter.
     """
     parameter = module.get_parameter(parameter_name)
     stand_in = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)

@@ -1,11 +1,10 @@
-"""Gradients over all axes: sums, one norm, clipping. Each parameter counts once, wherever copies or shards of it live."""
+"""Gradients over all axes: sums, one norm, clipping. Each parameter counts once, wherever its copies or shards live."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ BUCKET_BYTES = 64 * 2**20
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that is in this rank's memory."""
-    return cast("Tensor", tensor.to_local()) if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def take_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
@@ -77,7 +76,9 @@ def gradient_norm(parameters: Iterable[nn.Parameter], *, norm_type: float = 2.0,
         Scalar float64, equal on all ranks.
     """
     gradients = [local(p.grad).detach() for p in parameters if p.grad is not None]
-    norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
+    norms = [
+        torch.linalg.vector_norm(g, norm_type, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients
+    ]
     stacked = torch.stack([norm.double() for norm in norms]) if norms else torch.zeros(1, dtype=torch.float64)
     stacked = stacked.to(device)
     if math.isinf(norm_type):

@@ -1,7 +1,8 @@
 """Which rank holds which coordinates, and one process group for each thing that ranks do together.
 
-`torch.distributed.DeviceMesh` was considered for the groups: it makes one communicator an axis, while a pipeline needs four
-(each direction, straight and wrapped around), so that transfers which NCCL matches by order can never block each other.
+`torch.distributed.DeviceMesh` was considered for the groups: it makes one communicator an axis, while a pipeline needs
+four (each direction, straight and wrapped around), so that transfers which NCCL matches by order can never block each
+other.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Layout:
         if world_size % model:
             raise ValueError(
                 f"world_size={world_size} is not a multiple of pipeline_parallel_size={pipeline} * "
-                f"tensor_parallel_size={tensor} = {model}. Start {model * max(1, world_size // model)} processes, or lower "
-                "one of the two sizes."
+                f"tensor_parallel_size={tensor} = {model}. Start {model * max(1, world_size // model)} processes, or "
+                "lower one of the two sizes."
             )
         return cls(pipeline, world_size // model, tensor)
 
@@ -67,7 +68,9 @@ class Mesh:
 
     def __init__(self, layout: Layout, *, device: torch.device, timeout: timedelta | None = None) -> None:
         if dist.get_world_size() != layout.world_size:
-            raise ValueError(f"The layout {layout} needs {layout.world_size} processes, there are {dist.get_world_size()}.")
+            raise ValueError(
+                f"The layout {layout} needs {layout.world_size} processes, there are {dist.get_world_size()}."
+            )
         self.layout, self.device, self.timeout = layout, device, timeout
         self.rank = dist.get_rank()
         self.pipeline_rank, self.data_rank, self.tensor_rank = layout.coordinates(self.rank)

@@ -27,7 +27,7 @@ def split_sizes(num_samples: int, num_microbatches: int) -> list[int]:
 
 
 def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
-    """Cut a batch of `B` samples; tensors become views, lists of length `B` slices, anything else is copied to each part.
+    """Cut a batch of `B` samples; tensors become views, lists of `B` things slices, the rest goes to each part.
 
     Args:
         batch: Nested containers of tensors `[B, ...]`; tensors without dimensions belong to every sample.
@@ -54,10 +54,12 @@ def structure_key(batch: object) -> Hashable:
     return node, tuple(_leaf_key(leaf) for leaf in leaves)
 
 
-def _leaf_key(leaf: object) -> Hashable:
+def _leaf_key(leaf: object) -> tuple[object, ...]:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
-    return (type(leaf), leaf) if isinstance(leaf, bool | type(None)) else type(leaf)
+    if isinstance(leaf, bool) or leaf is None:
+        return type(leaf), leaf
+    return (type(leaf),)
 
 
 class _Samples:
@@ -90,8 +92,8 @@ def _split_leaf(leaf: Any, sizes: list[int], num_samples: int) -> list[Any]:
         return [leaf] * len(sizes)
     if leaf.shape[0] != num_samples:
         raise ValueError(
-            f"The batch's first tensor has {num_samples} samples and another has shape {list(leaf.shape)}: it cannot be "
-            f"cut into {len(sizes)} micro-batches along the first dimension. Define split_batch(self, batch, "
+            f"The batch's first tensor has {num_samples} samples and another has shape {list(leaf.shape)}: it cannot "
+            f"be cut into {len(sizes)} micro-batches along the first dimension. Define split_batch(self, batch, "
             "num_microbatches) on the LightningModule, or set num_microbatches=1."
         )
     return list(torch.split(leaf, sizes))

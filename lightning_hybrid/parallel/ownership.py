@@ -38,9 +38,10 @@ class Ownership:
 
 
 def settle(cut: StageCut, mesh: Mesh, needed: dict[int, set[str]]) -> Ownership:
-    """Decide the holders of each parameter, let go of the rest, make the groups; all ranks of the world call it together.
+    """Decide the holders of each parameter, let go of the rest, make the groups; the whole world calls it together.
 
-    A parameter outside the blocks is held by the stages that read it; one that no stage has read so far stays everywhere.
+    A parameter outside the blocks is held by the stages that read it; one that no stage has read so far stays
+    everywhere.
 
     Args:
         cut: This rank's view of the model.

@@ -1,4 +1,4 @@
-"""What a probe learned about one stage and one shape of input: everything a run of the stage needs to know beforehand."""
+"""What a probe learned about one stage and one shape of input, and a run of the stage needs to know beforehand."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Unavailable:
         if attribute.startswith("__"):
             raise AttributeError(attribute)
         raise RuntimeError(
-            f"The step reads {attribute!r} from an object that {self.__dict__['name']} returned on another pipeline stage. Only "
-            "tensors, None, booleans, integers and strings pass from block to block."
+            f"The step reads {attribute!r} from an object that {self.__dict__['name']} returned on another pipeline "
+            "stage. Only tensors, None, booleans, integers and strings pass from block to block."
         )
 
 

@@ -110,7 +110,8 @@ def _recorded(cut: StageCut, run: ProbeRun, snapshot: Snapshot) -> list[tuple[st
     """Attributes that owned blocks set on the way.
 
     Raises:
-        RuntimeError: If a value of this stage is left on a module that contains blocks, where a later stage may read it.
+        RuntimeError: If a value of this stage is left on a module that contains blocks, where a later stage may read
+            it.
     """
     recorded: list[tuple[str, str]] = []
     for position in run.blocks:
@@ -124,8 +125,8 @@ def _recorded(cut: StageCut, run: ProbeRun, snapshot: Snapshot) -> list[tuple[st
                     raise RuntimeError(
                         f"{(name + '.') if name else 'self.'}{attribute} keeps a value of stage {run.stage} (blocks "
                         f"{cut.blocks[run.blocks.start]} to {cut.blocks[run.blocks.stop - 1]}), and the code after "
-                        f"{cut.blocks[-1]} runs on another stage, where it is missing. Values recorded on the side do not cross "
-                        "stages: pass them through the blocks, or add a loss made inside a block with "
+                        f"{cut.blocks[-1]} runs on another stage, where it is missing. Values recorded on the side do "
+                        "not cross stages: pass them through the blocks, or add a loss made inside a block with "
                         "lightning_hybrid.add_auxiliary_loss(x, loss)."
                     )
     return recorded

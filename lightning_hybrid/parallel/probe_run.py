@@ -66,8 +66,8 @@ class ProbeRun(StageRun):
         """Answer with tensors that are marked as unknown."""
         if call not in self.plan.outputs:
             raise AbsentValueError(
-                f"{call[0]} is called on a path that no earlier run took, and its parameters have been released on stage "
-                f"{self.stage}. Take the path in the first training step or in the validation before it."
+                f"{call[0]} is called on a path that no earlier run took, and its parameters have been released on "
+                f"stage {self.stage}. Take the path in the first training step or in the validation before it."
             )
         self._refuse_reentrant(gate)
         value = super().absent(gate, call, args, kwargs)
@@ -124,13 +124,15 @@ class ProbeRun(StageRun):
             self.provenance.set(received if index in self.plan.replaced else leaf, LIVE)
         if index in self.plan.replaced:
             return received
-        return leaf if isinstance(leaf, Tensor) and leaf.shape == received.shape else super().fill(index, leaf, received)
+        return (
+            leaf if isinstance(leaf, Tensor) and leaf.shape == received.shape else super().fill(index, leaf, received)
+        )
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if len(leaves_of((args, kwargs))) != self._num_received:
             raise RuntimeError(
-                f"{self.cut.blocks[self.blocks.start]} is called with other arguments on stage {self.stage} than on stage "
-                f"{self.stage - 1}. What a step does before a block may not depend on values of earlier blocks."
+                f"{self.cut.blocks[self.blocks.start]} is called with other arguments on stage {self.stage} than on "
+                f"stage {self.stage - 1}. What a step does before a block may not depend on values of earlier blocks."
             )
         return super()._enter(args, kwargs)
 
@@ -186,8 +188,8 @@ class ProbeRun(StageRun):
         while frame is not None:
             if frame.f_code is CheckpointFunction.forward.__code__:
                 raise RuntimeError(
-                    f"{gate.name} runs under reentrant activation checkpointing, which hides its inputs from the pipeline. Pass "
-                    "use_reentrant=False to torch.utils.checkpoint.checkpoint (transformers: "
+                    f"{gate.name} runs under reentrant activation checkpointing, which hides its inputs from the "
+                    "pipeline. Pass use_reentrant=False to torch.utils.checkpoint.checkpoint (transformers: "
                     'gradient_checkpointing_kwargs={"use_reentrant": False}).'
                 )
             frame = frame.f_back
@@ -209,8 +211,8 @@ class ProbeRun(StageRun):
         for flag in RECORDING_FLAGS:
             if options.get(flag):
                 raise RuntimeError(
-                    f"{name or 'The module'} is asked for {flag}, and what {self.cut.blocks[0]} records does not reach the stage of "
-                    f"{self.cut.blocks[-1]}. Set {flag}=False; a loss made inside a block is added with "
+                    f"{name or 'The module'} is asked for {flag}, and what {self.cut.blocks[0]} records does not reach "
+                    f"the stage of {self.cut.blocks[-1]}. Set {flag}=False; a loss made inside a block is added with "
                     "lightning_hybrid.add_auxiliary_loss(x, loss)."
                 )
 

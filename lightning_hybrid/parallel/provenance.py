@@ -1,7 +1,7 @@
 """Where a tensor's value comes from: a dispatch mode that follows it through every operation of one step.
 
-`torch.fx` and `torch.export` were considered: they need a model that traces, with no Python control flow and with shapes that
-can be made symbolic. Here the step runs as it is, once, and each storage carries a set of sources.
+`torch.fx` and `torch.export` were considered: they need a model that traces, with no Python control flow and with
+shapes that can be made symbolic. Here the step runs as it is, once, and each storage carries a set of sources.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ class Provenance:
         if absent:
             names = self.sources.names(absent)
             raise AbsentValueError(
-                f"{reader} reads a value of {', '.join(names)}, which {'lives' if len(names) == 1 else 'live'} on an earlier "
-                "pipeline stage and is not among the arguments of the block where this stage starts: a skip connection "
-                "crosses the cut. Choose a partition that keeps both ends in one stage, or pass the value through the "
-                "blocks as an argument."
+                f"{reader} reads a value of {', '.join(names)}, which {'lives' if len(names) == 1 else 'live'} on an "
+                "earlier pipeline stage and is not among the arguments of the block where this stage starts: a skip "
+                "connection crosses the cut. Choose a partition that keeps both ends in one stage, or pass the value "
+                "through the blocks as an argument."
             )
 
 
@@ -171,7 +171,7 @@ def _refuse_read(provenance: Provenance, tag: int) -> None:
     if absent:
         names = ", ".join(provenance.sources.names(absent))
         raise AbsentValueError(
-            f"The step reads a Python number (or a shape that depends on values) from the output of {names}, which lives on "
-            "another pipeline stage, so that this stage cannot know it. Keep the value a tensor, or move the decision into a "
-            "block."
+            f"The step reads a Python number (or a shape that depends on values) from the output of {names}, which "
+            "lives on another pipeline stage, so that this stage cannot know it. Keep the value a tensor, or move the "
+            "decision into a block."
         )

@@ -1,8 +1,9 @@
 """One micro-batch through one stage: the user's whole step, with the blocks of other stages answered for.
 
-Blocks of earlier stages return empty tensors of the right geometry. At the first owned block the ones that matter are filled in
-place with what was received, so that any Python variable of the user's code that holds such a tensor holds the true value from
-then on. The first block of the next stage ends the step with an exception that carries its arguments out.
+Blocks of earlier stages return empty tensors of the right geometry. At the first owned block the ones that matter are
+filled in place with what was received, so that any Python variable of the user's code that holds such a tensor holds
+the true value from then on. The first block of the next stage ends the step with an exception that carries its
+arguments out.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class StageRun:
             self.cut.keeper.active = None
         if self.expected != len(self.cut.blocks):
             raise RuntimeError(
-                f"The step ended without calling {self.cut.blocks[self.expected]}. Under a pipeline each block must be called once "
-                "in every step; a conditional layer belongs inside a block."
+                f"The step ended without calling {self.cut.blocks[self.expected]}. Under a pipeline each block must be "
+                "called once in every step; a conditional layer belongs inside a block."
             )
         return Result([], output)
 
@@ -130,8 +131,8 @@ class StageRun:
         if not isinstance(leaf, Tensor) or leaf.shape != received.shape:
             shape = list(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
             raise RuntimeError(
-                f"{self.cut.blocks[self.blocks.start]} takes {shape} where stage {self.stage - 1} sent {list(received.shape)}: shapes "
-                "must depend on the shapes of the batch only, not on its values."
+                f"{self.cut.blocks[self.blocks.start]} takes {shape} where stage {self.stage - 1} sent "
+                f"{list(received.shape)}: shapes must depend on the shapes of the batch only, not on its values."
             )
         if index in self.plan.replaced:
             return received
@@ -146,7 +147,9 @@ class StageRun:
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         leaves, node = flatten((args, kwargs))
-        filled = {i: self.fill(i, leaves[i], received) for i, received in zip(self.plan.entry, self.payload, strict=True)}
+        filled = {
+            i: self.fill(i, leaves[i], received) for i, received in zip(self.plan.entry, self.payload, strict=True)
+        }
         if not self.plan.replaced:
             return args, kwargs
         rebuilt: tuple[tuple[Any, ...], dict[str, Any]] = unflatten(
@@ -159,10 +162,11 @@ class StageRun:
         for tensor, spec in zip(payload, self.plan.sent, strict=True):
             if tensor.shape != spec.shape or tensor.dtype != spec.dtype or tensor.requires_grad != spec.requires_grad:
                 raise RuntimeError(
-                    f"{self.cut.blocks[self.blocks.stop]} is given {list(tensor.shape)} {tensor.dtype} requires_grad="
-                    f"{tensor.requires_grad}, and in the probe of the same input shapes it was {list(spec.shape)} {spec.dtype} "
-                    f"requires_grad={spec.requires_grad}. What crosses a stage boundary may depend on the shapes of the batch, not "
-                    "on its values, and parameters may not be frozen or unfrozen between steps."
+                    f"{self.cut.blocks[self.blocks.stop]} is given {list(tensor.shape)} {tensor.dtype} "
+                    f"requires_grad={tensor.requires_grad}, and in the probe of the same input shapes it was "
+                    f"{list(spec.shape)} {spec.dtype} requires_grad={spec.requires_grad}. What crosses a stage "
+                    "boundary may depend on the shapes of the batch, not on its values, and parameters may not be "
+                    "frozen or unfrozen between steps."
                 )
         return payload
 
@@ -171,18 +175,18 @@ class StageRun:
             return
         if position < self.expected:
             raise RuntimeError(
-                f"{gate.name} was called twice in one step (the block called last was {self.cut.blocks[self.expected - 1]}). A "
-                "pipeline runs each block once for each micro-batch: call the model once in the step, on one concatenated "
-                "input if need be."
+                f"{gate.name} was called twice in one step (the block called last was "
+                f"{self.cut.blocks[self.expected - 1]}). A pipeline runs each block once for each micro-batch: call "
+                "the model once in the step, on one concatenated input if need be."
             )
         raise RuntimeError(
-            f"{gate.name} was called when {self.cut.blocks[self.expected]} was expected: the blocks must be called in the order "
-            "of registration. Name the lists in the order of their use with pipeline_layers=[...]."
+            f"{gate.name} was called when {self.cut.blocks[self.expected]} was expected: the blocks must be called in "
+            "the order of registration. Name the lists in the order of their use with pipeline_layers=[...]."
         )
 
 
 def fill_in_place(dummy: Tensor, received: Tensor) -> None:
-    """Give `dummy`, and with it every variable and view that shares its memory, the value and the gradient of `received`.
+    """Give `dummy`, and all variables and views that share its memory, the value and gradient of `received`.
 
     Raises:
         RuntimeError: If autograd cannot write into it: one of several views, or an expanded tensor.

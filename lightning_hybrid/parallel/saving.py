@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,9 @@ def gather_model_state(engine: Engine, keys: list[str]) -> dict[str, Any]:
     state |= {alias: state[name] for alias, name in aliases.items() if alias in keys and name in state}
     missing = [key for key in keys if key not in state]
     if missing:
-        raise RuntimeError(f"No rank has {missing[:5]} ({len(missing)} of {len(keys)} keys); the checkpoint would be incomplete.")
+        raise RuntimeError(
+            f"No rank has {missing[:5]} ({len(missing)} of {len(keys)} keys); the checkpoint would be incomplete."
+        )
     return {key: state[key] for key in keys}
 
 
@@ -69,7 +71,7 @@ def gather_optimizer_state(engine: Engine, optimizer: Optimizer, names: list[lis
 def whole(value: Any) -> Any:
     """A tensor in host memory, gathered if it is sharded; anything else as it is."""
     if isinstance(value, DTensor):
-        value = cast("Tensor", value.full_tensor())
+        value = value.full_tensor()
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
@@ -94,7 +96,7 @@ def _receive(engine: Engine, source: int) -> Mapping[str, Any]:
 def _owns(engine: Engine, name: str) -> bool:
     if engine.ownership is None:
         assert engine.cut is not None
-        return name in engine.cut.outside and engine.mesh.pipeline_rank == 0 or name not in engine.cut.outside
+        return (name in engine.cut.outside and engine.mesh.pipeline_rank == 0) or name not in engine.cut.outside
     return engine.ownership.owner(name) == engine.mesh.pipeline_rank
 
 
@@ -113,10 +115,10 @@ def _saves(engine: Engine, key: str) -> bool:
 
 
 def _rank_of_buffer(engine: Engine, key: str) -> int:
-    """Buffers outside the blocks: where the module beside them keeps its parameters, else the last stage, which runs all code."""
+    """Where the module keeps its parameters, if it has any; else the last stage, which runs all code."""
     assert engine.cut is not None
     parent = key.rpartition(".")[0]
-    beside = [name for name in _ancestors_first(engine.cut.names, parent)]
+    beside = _ancestors_first(engine.cut.names, parent)
     if engine.ownership is not None and beside:
         return engine.ownership.owner(beside[0])
     return engine.mesh.layout.pipeline - 1

@@ -20,7 +20,8 @@ INTERNAL = frozenset(vars(nn.Module())) - {"training"}  # nn.Module's own regist
 class Snapshot:
     """Context that restores buffers, plain attributes and random streams when it ends.
 
-    Numbers and strings are set back, lists, dicts and sets get their old items again, tensors their old values. Parameters and
+    Numbers and strings are set back, lists, dicts and sets get their old items again, tensors their old values.
+    Parameters and
     optimizers are not touched: a dry run has no backward.
     """
 
@@ -61,11 +62,13 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _save(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    saved = {}
+    saved: dict[str, tuple[Any, Any]] = {}
     for name, value in plain_attributes(module).items():
         if isinstance(value, CONTAINERS):
             saved[name] = value, copy.copy(value)
-        elif isinstance(value, Tensor) and 0 not in value.stride():  # an expanded tensor is a stand-in, nobody writes it
+        elif (
+            isinstance(value, Tensor) and 0 not in value.stride()
+        ):  # an expanded tensor is a stand-in, nobody writes it
             saved[name] = value, value.detach().clone()
         else:
             saved[name] = value, value

@@ -19,7 +19,7 @@ def derived_seed(*parts: object) -> int:
 
 
 class Streams:
-    """Context around a step: inside, `seed` starts the streams anew; at its end the user's own streams are as before."""
+    """Context around a step: `seed` starts the streams anew, and at its end the user's own are as before."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -27,7 +27,7 @@ class Streams:
     def __enter__(self) -> Streams:
         self._torch = fork_random_streams(self._device)
         self._torch.__enter__()
-        self._python, self._numpy = random.getstate(), numpy.random.get_state()  # noqa: NPY002 - the user's global stream
+        self._python, self._numpy = random.getstate(), numpy.random.get_state()
         return self
 
     def __exit__(
@@ -35,7 +35,7 @@ class Streams:
     ) -> None:
         self._torch.__exit__(kind, error, traceback)
         random.setstate(self._python)
-        numpy.random.set_state(self._numpy)  # noqa: NPY002
+        numpy.random.set_state(self._numpy)
 
     @staticmethod
     def seed(*parts: object) -> None:
@@ -43,4 +43,4 @@ class Streams:
         seed = derived_seed(*parts)
         torch.manual_seed(seed)
         random.seed(seed)
-        numpy.random.seed(seed % 2**32)  # noqa: NPY002
+        numpy.random.seed(seed % 2**32)

@@ -1,7 +1,7 @@
 """Moves payloads and their gradients between stages: receives are posted early, sends are waited for late.
 
-Each direction, straight and wrapped around, has a communicator of its own (`mesh.CHANNELS`), in which messages are matched by
-order, as NCCL does; gloo matches by the same order and by tag.
+Each direction, straight and wrapped around, has a communicator of its own (`mesh.CHANNELS`), in which messages are
+matched by order, as NCCL does; gloo matches by the same order and by tag.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Transport:
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, tensors: Sequence[Tensor], stage: int, micro_batch: int, *, forward: bool) -> None:
-        """Start sending from `stage` to the next one (forward) or the previous one; the tensors are kept until it is done."""
+        """Start sending from `stage` to the next one (forward) or the previous one; buffers live until it is done."""
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
         target = stage + 1 if forward else stage - 1

@@ -13,7 +13,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_hybrid.functional import partition
@@ -23,6 +23,7 @@ from lightning_hybrid.parallel.engine import Engine
 from lightning_hybrid.parallel.mesh import Layout, Mesh
 from lightning_hybrid.parallel.saving import state_keys
 from lightning_hybrid.parallel.streams import derived_seed
+from lightning_hybrid.strategies.hooks import SharedHooks
 from lightning_hybrid.strategies.metric_objects import MetricObjects
 from lightning_hybrid.strategies.optimizers import ParameterGroups
 from lightning_hybrid.strategies.steps import StepRunner
@@ -36,6 +37,7 @@ class Assembly:
         module: The user's module, cut.
         engine: Runs its steps.
         runner: Micro-batches, losses and records around the engine.
+        hooks: Its hooks, which log too.
         keys: State keys of the whole model.
         groups: Parameters of the optimizers over the whole model.
         seed: Base of all seeds, the same on every rank.
@@ -45,6 +47,7 @@ class Assembly:
     module: LightningModule
     engine: Engine
     runner: StepRunner
+    hooks: SharedHooks
     keys: list[str]
     groups: ParameterGroups | None
     seed: int
@@ -70,11 +73,14 @@ def choose_layout(options: dict[str, Any], blocks: Sequence[str], world_size: in
     layout = Layout.of_world(world_size, pipeline=size, tensor=tensor)
     if size > 1 and not blocks:
         raise ValueError(
-            f"pipeline_parallel_size={size} needs blocks to cut between, and the model has no nn.ModuleList or nn.Sequential with two "
-            "elements that hold parameters. Put its layers in one, or set pipeline_parallel_size=1."
+            f"pipeline_parallel_size={size} needs blocks to cut between, and the model has no nn.ModuleList or "
+            "nn.Sequential with two elements that hold parameters. Put its layers in one, or set "
+            "pipeline_parallel_size=1."
         )
     if size == 1 and chunks > 1:
-        raise ValueError(f"num_chunks={chunks} needs a pipeline, and {world_size} processes with {len(blocks)} blocks make none.")
+        raise ValueError(
+            f"num_chunks={chunks} needs a pipeline, and {world_size} processes with {len(blocks)} blocks make none."
+        )
     return layout
 
 
@@ -143,7 +149,7 @@ def assemble(
     )
     metrics = MetricObjects(module, mesh, cut.keeper if cut else None)
     runner = StepRunner(module, engine, metrics, options["schedule"], chunks, options["num_microbatches"])
-    return Assembly(module, engine, runner, keys, groups, seed)
+    return Assembly(module, engine, runner, SharedHooks(module, engine), keys, groups, seed)
 
 
 def _cost_outside(module: nn.Module, blocks: Sequence[str]) -> tuple[int, int]:
@@ -165,7 +171,7 @@ def _agree_on_seed(mesh: Mesh) -> int:
         start = derived_seed(int(seed), "replica", mesh.data_rank)
         torch.manual_seed(start)
         random.seed(start)
-        numpy.random.seed(start % 2**32)  # noqa: NPY002 - the user's global stream
+        numpy.random.seed(start % 2**32)
     return int(seed)
 
 
@@ -181,7 +187,7 @@ def _broadcast_whole(module: nn.Module, device: torch.device) -> None:
 
 
 def _turn_off_nested_tensors(module: nn.Module) -> None:
-    """`nn.TransformerEncoder` would pass nested tensors from layer to layer in evaluation; stages exchange plain ones."""
+    """`nn.TransformerEncoder` would pass nested tensors on in evaluation; stages exchange plain ones."""
     for encoder in module.modules():
         if isinstance(encoder, nn.TransformerEncoder):
             encoder.enable_nested_tensor = encoder.use_nested_tensor = False
@@ -190,6 +196,6 @@ def _turn_off_nested_tensors(module: nn.Module) -> None:
 def _log_layout(layout: Layout, chunks: int, sizes: list[int], options: dict[str, Any]) -> None:
     blocks = f", blocks per stage {sizes}" if sizes else ""
     rank_zero_info(
-        f"hybrid_ptdp: pipeline {layout.pipeline} x data {layout.data} x tensor {layout.tensor}, {chunks} chunk(s) a rank{blocks}, schedule "
-        f"{options['schedule']}, zero_stage {options['zero_stage']}"
+        f"hybrid_ptdp: pipeline {layout.pipeline} x data {layout.data} x tensor {layout.tensor}, {chunks} chunk(s) a "
+        f"rank{blocks}, schedule {options['schedule']}, zero_stage {options['zero_stage']}"
     )

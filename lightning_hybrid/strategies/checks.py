@@ -24,7 +24,8 @@ def check_keywords(options: dict[str, Any]) -> None:
         raise ValueError(f"schedule={options['schedule']!r} is not one of {', '.join(map(repr, SCHEDULES))}.")
     if options["num_chunks"] > 1 and options["schedule"] == "1f1b":
         raise ValueError(
-            f"schedule='1f1b' runs one chunk a rank and num_chunks={options['num_chunks']}. Choose 'interleaved_1f1b' or 'gpipe'."
+            f"schedule='1f1b' runs one chunk a rank and num_chunks={options['num_chunks']}. Choose 'interleaved_1f1b' "
+            "or 'gpipe'."
         )
     if options["num_chunks"] > 1 and options["pipeline_parallel_size"] == 1:
         raise ValueError(f"num_chunks={options['num_chunks']} needs pipeline_parallel_size of at least 2, got 1.")
@@ -44,7 +45,10 @@ def _check_numbers(options: dict[str, Any]) -> None:
         if value == "auto" and name != "num_chunks":
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} must be a whole number of at least 1" + (", or 'auto'." if name != "num_chunks" else "."))
+            raise ValueError(
+                f"{name}={value!r} must be a whole number of at least 1"
+                + (", or 'auto'." if name != "num_chunks" else ".")
+            )
 
 
 def check_precision(precision: Precision) -> None:
@@ -55,8 +59,8 @@ def check_precision(precision: Precision) -> None:
     """
     if precision.precision not in PRECISIONS:
         raise ValueError(
-            f"precision={precision.precision!r} does not work with hybrid_ptdp yet: its loss scale is kept by each process for itself. "
-            f"Choose one of {', '.join(PRECISIONS)}."
+            f"precision={precision.precision!r} does not work with hybrid_ptdp yet: its loss scale is kept by each "
+            f"process for itself. Choose one of {', '.join(PRECISIONS)}."
         )
 
 
@@ -68,13 +72,13 @@ def check_module(module: LightningModule) -> None:
     """
     if not module.automatic_optimization:
         raise ValueError(
-            f"automatic_optimization=False: the backward passes belong to the pipeline's schedule. "
+            "automatic_optimization=False: the backward passes belong to the pipeline's schedule. "
             "Let Lightning optimize, or use strategy='ddp'."
         )
     if type(module).backward is not LightningModule.backward:
         raise ValueError(
-            f"{type(module).__name__}.backward is overridden, and the pipeline's schedule runs the backward passes itself. Move "
-            "what it does to on_before_backward or on_after_backward."
+            f"{type(module).__name__}.backward is overridden, and the pipeline's schedule runs the backward passes "
+            "itself. Move what it does to on_before_backward or on_after_backward."
         )
 
 
@@ -86,7 +90,12 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
     """
     if len(optimizers) > 1:
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-        raise ValueError(f"configure_optimizers returned {len(optimizers)} optimizers ({names}); one with several groups works.")
+        raise ValueError(
+            f"configure_optimizers returned {len(optimizers)} optimizers ({names}); one with several groups works."
+        )
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
-            raise ValueError("LBFGS evaluates the loss several times a step, which a pipeline's step cannot do. Choose another optimizer.")
+            raise ValueError(
+                "LBFGS evaluates the loss several times a step, which a pipeline's step cannot do. Choose another "
+                "optimizer."
+            )

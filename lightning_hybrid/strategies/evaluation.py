@@ -28,7 +28,9 @@ class DataLoaders:
     def process(self, loader: object, mesh: Mesh, seed: int) -> object:
         """Make one loader agree over the stages of a replica and, in evaluation, count each sample once."""
         if mesh.layout.pipeline > 1:
-            agree_on_order(loader, derived_seed(seed, self._kind, len(self._loaders.get(self._kind, [])), mesh.data_rank))
+            agree_on_order(
+                loader, derived_seed(seed, self._kind, len(self._loaders.get(self._kind, [])), mesh.data_rank)
+            )
         if self._kind not in EVALUATIONS or mesh.layout.data == 1:
             return loader
         remove_padding(getattr(loader, "sampler", None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -37,18 +38,19 @@ class HybridPTDPStrategy(ParallelStrategy):
     """Pipeline x data parallel training of an unmodified LightningModule, with the numbers of one process.
 
     Args:
-        pipeline_parallel_size: Ranks that one copy of the model is spread over; "auto" is the smallest divisor of at least 2 of
-            the number of processes that is not above the number of blocks, else 1.
+        pipeline_parallel_size: Ranks that one copy of the model is spread over; "auto" is the smallest divisor of at
+            least 2 of the number of processes that is not above the number of blocks, else 1.
         tensor_parallel_size: 1; larger sizes are refused in this version.
         expert_parallel_size: 1; larger sizes are refused in this version.
         replicate_size: 1; larger sizes are refused in this version.
         num_chunks: Stages that one rank holds, at least 1; more than 1 interleaves (arXiv:2104.04473, section 2.2.2).
-        num_microbatches: Parts that each rank's batch is cut into; "auto" is 4 a pipeline rank, or 1 without a pipeline. A
-            smaller batch makes fewer.
+        num_microbatches: Parts that each rank's batch is cut into; "auto" is 4 a pipeline rank, 1 without a pipeline.
+            A smaller batch makes fewer.
         schedule: "gpipe", "1f1b", "interleaved_1f1b"; "auto" is 1F1B, interleaved if there are chunks.
         pipeline_layers: Dotted names of the lists of blocks to cut between; None finds them.
         partition: Blocks of each stage: by number of parameters, by count, or given.
-        zero_stage: 0 replicates everything over the data axis, 1 shards optimizer states (arXiv:1910.02054, section 5.1).
+        zero_stage: 0 replicates everything over the data axis, 1 shards optimizer states (arXiv:1910.02054, section
+            5.1).
         process_group_backend: Backend of the default process group; None chooses by device.
         timeout: Longest wait of a collective.
 
@@ -124,7 +126,7 @@ class HybridPTDPStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-            rank_zero_only.rank = self.cluster_environment.global_rank()
+            vars(rank_zero_only)["rank"] = self.cluster_environment.global_rank()
 
     @override
     def setup_environment(self) -> None:
@@ -143,7 +145,9 @@ class HybridPTDPStrategy(ParallelStrategy):
             RuntimeError: Before Lightning has set the strategy up.
         """
         if self._assembly is None:
-            raise RuntimeError("The strategy is set up by Trainer.fit, validate, test or predict; it has no engine before.")
+            raise RuntimeError(
+                "The strategy is set up by Trainer.fit, validate, test or predict; it has no engine before."
+            )
         return self._assembly
 
     @override
@@ -162,6 +166,9 @@ class HybridPTDPStrategy(ParallelStrategy):
         elif fitting:
             self._set_up_optimizers_again(trainer)
         self.setup_precision_plugin()
+        self._silence_advice()
+        if self.world_size > 1:
+            self._assembly.hooks.install()
         clipping = Clipping(self._assembly.engine)
         vars(self.precision_plugin).update(clip_grad_by_norm=clipping.by_norm, clip_grad_by_value=clipping.by_value)
 
@@ -178,12 +185,17 @@ class HybridPTDPStrategy(ParallelStrategy):
         assembly.is_plain = is_plain
         return assembly
 
+    def _silence_advice(self) -> None:
+        # every logged value is combined over all ranks before Lightning sees it
+        warnings.filterwarnings("ignore", message="It is recommended to use `self.log\\(.*sync_dist=True")
+
     def _set_up_optimizers_again(self, trainer: Trainer) -> None:
         """A second `fit` of one Trainer: the module is cut already, so an optimizer sees only what is here."""
         if self.assembly.engine.cut is not None:
             raise RuntimeError(
-                "This LightningModule has been cut into pipeline stages by an earlier call, so that configure_optimizers cannot see all "
-                "of it. Fit first, or make a new module and a new Trainer; fit takes ckpt_path to go on from a checkpoint."
+                "This LightningModule has been cut into pipeline stages by an earlier call, so that "
+                "configure_optimizers cannot see all of it. Fit first, or make a new module and a new Trainer; fit "
+                "takes ckpt_path to go on from a checkpoint."
             )
         self.setup_optimizers(trainer)
         self.assembly.groups = ParameterGroups(self.optimizers, self.assembly.module)
@@ -195,6 +207,8 @@ class HybridPTDPStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         self._summary.restore()
+        if self._assembly is not None:
+            self._assembly.hooks.remove()
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision_plugin).pop(name, None)
         assert self.cluster_environment is not None
@@ -231,7 +245,7 @@ class HybridPTDPStrategy(ParallelStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """The schedule has run autograd; give the optimizer what `training_step` took out of Lightning's `zero_grad`'s way."""
+        """The schedule has run autograd; give the optimizer what `training_step` took away from `zero_grad`."""
         if not self._window_open:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         module = self.assembly.module
@@ -254,7 +268,9 @@ class HybridPTDPStrategy(ParallelStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.assembly.is_plain:
             return super().validation_step(*args, **kwargs)
-        return self._evaluate("validation_step", "val", self.precision_plugin.val_step_context, [*args, *kwargs.values()])
+        return self._evaluate(
+            "validation_step", "val", self.precision_plugin.val_step_context, [*args, *kwargs.values()]
+        )
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -266,7 +282,9 @@ class HybridPTDPStrategy(ParallelStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.assembly.engine.cut is None:
             return super().predict_step(*args, **kwargs)
-        raise RuntimeError("predict is not supported with pipeline_parallel_size above 1 yet; use pipeline_parallel_size=1.")
+        raise RuntimeError(
+            "predict is not supported with pipeline_parallel_size above 1 yet; use pipeline_parallel_size=1."
+        )
 
     def _evaluate(self, hook: str, kind: str, context: Any, args: list[Any]) -> Any:
         loader = args[2] if len(args) > 2 and isinstance(args[2], int) else 0

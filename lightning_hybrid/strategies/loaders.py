@@ -94,7 +94,7 @@ class EvenLoader:
 
 
 def agree_on_order(loader: object, seed: int) -> None:
-    """Let samplers and workers of a `DataLoader` draw from a generator of their own, the same on all stages of a replica."""
+    """Let samplers and workers of a `DataLoader` draw alike on all stages of a replica."""
     if not isinstance(loader, DataLoader):
         return
     if loader.generator is None:
@@ -124,10 +124,11 @@ def check_same_batch(batch: object, mesh: Mesh) -> None:
     dist.all_gather_object(everyone, fingerprint(batch), group=mesh.pipeline_group)
     if len(set(everyone)) > 1:
         raise RuntimeError(
-            f"The ranks {mesh.pipeline_ranks} of one model replica were given different batches, so that inputs and labels would come "
-            "from different samples. Every stage must draw the same samples: call seed_everything(..., workers=True), draw "
-            "random numbers in the dataset or sampler from a seed of their own, and split data by the data-parallel rank "
-            "(trainer.distributed_sampler_kwargs), not by the global rank."
+            f"The ranks {mesh.pipeline_ranks} of one model replica were given different batches, so that inputs and "
+            "labels would come from different samples. Every stage must draw the same samples: call "
+            "seed_everything(..., workers=True), draw random numbers in the dataset or sampler from a seed of their "
+            "own, and split data by the data-parallel rank (trainer.distributed_sampler_kwargs), not by the global "
+            "rank."
         )
 
 

@@ -39,8 +39,9 @@ class MetricObjects:
         for name, metric in self._metrics.items():
             if metric.dist_sync_on_step:
                 raise ValueError(
-                    f"{name} has dist_sync_on_step=True, which synchronises inside a micro-batch, where other stages do not "
-                    "join. Leave it False: values with on_step=True cover the whole batch of all replicas anyway."
+                    f"{name} has dist_sync_on_step=True, which synchronises inside a micro-batch, where other stages "
+                    "do not join. Leave it False: values with on_step=True cover the whole batch of all replicas "
+                    "anyway."
                 )
             metric.process_group = mesh.data_group
             self._twins[name] = copy.deepcopy(metric)
@@ -60,7 +61,7 @@ class MetricObjects:
             if key.kind == "metric" and flags.get("on_step", on_step):
                 name = flags["metric_attribute"]
                 twin = self._twins[name]
-                value = self._share(lambda twin=twin: twin.compute() if twin.update_called else None)
+                value = self._share(twin.compute if twin.update_called else lambda: None)
                 set_step_value(self._metrics[name], value)
         for name in self._used:
             self._twins[name].reset()

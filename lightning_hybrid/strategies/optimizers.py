@@ -25,8 +25,8 @@ class ParameterGroups:
         for optimizer in optimizers:
             for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) not in names):
                 raise ValueError(
-                    f"{type(optimizer).__name__} holds a tensor of shape {list(parameter.shape)} that is not a parameter of the "
-                    "LightningModule. Register it as one, so that it can be given to the right stage."
+                    f"{type(optimizer).__name__} holds a tensor of shape {list(parameter.shape)} that is not a "
+                    "parameter of the LightningModule. Register it as one, so that it can be given to the right stage."
                 )
         self.names: list[list[list[str]]] = [
             [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups] for optimizer in optimizers

@@ -1,13 +1,13 @@
 """What a step logs, on whatever stage and micro-batch, combined into one value for the whole batch on every rank.
 
-While a schedule runs, `self.log` of the LightningModule is replaced by a recorder. Afterwards the ranks exchange one short
-vector, and the real `self.log` is called with the combined values on all of them, so that every rank's metrics are equal and
-Lightning has nothing left to synchronise.
+While a schedule runs, `self.log` of the LightningModule is replaced by a recorder. Afterwards the ranks exchange one
+short vector, and the real `self.log` is called with the combined values on all of them, so that every rank's metrics
+are equal and Lightning has nothing left to synchronise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,11 @@ REDUCTIONS: dict[Any, str] = {
     "mean": "mean", "avg": "mean", torch.mean: "mean", "sum": "sum", torch.sum: "sum",
     "max": "max", torch.max: "max", max: "max", "min": "min", torch.min: "min", min: "min",
 }  # fmt: skip
+COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda values: values.sum(),
+    "max": lambda values: values.max(),
+    "min": lambda values: values.min(),
+}
 KEPT = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx")  # flags of self.log that a replay passes on
 
 
@@ -62,7 +67,7 @@ class Entry:
         if reduction == "mean":
             weights = torch.tensor(self.weights, dtype=torch.float64, device=stacked.device)
             return (stacked * weights).sum(), sum(self.weights)
-        combined = {"sum": stacked.sum, "max": stacked.max, "min": stacked.min}[reduction]()
+        combined = COMBINE[reduction](stacked)
         return combined, float(len(self.values))
 
 
@@ -126,7 +131,9 @@ class Recorder:
         flags = tuple((flag, setting) for flag, setting in given.items() if setting is not None)
         if isinstance(value, Metric):
             attribute = metric_attribute or _attribute_of(self._module, name, value)
-            self.add(Key("metric", name, occurrence, flags=(*flags, ("metric_attribute", attribute))), _one(self._device), 1)
+            self.add(
+                Key("metric", name, occurrence, flags=(*flags, ("metric_attribute", attribute))), _one(self._device), 1
+            )
             return
         tensor = _scalar(name, value, self._device)
         key = Key("log", name, occurrence, _reduction(name, reduce_fx), tensor.dtype, flags)
@@ -145,11 +152,12 @@ class Exchange:
         self._keys: list[Key] = []
 
     def combine(
-        self, entries: Mapping[Key, Entry], sums: list[float | Tensor]
+        self, entries: Mapping[Key, Entry], sums: list[float | Tensor], *, prefer: Sequence[int] = ()
     ) -> tuple[dict[Key, tuple[Tensor, float]], list[float]]:
         """Values of all keys that any rank recorded, each with its total weight, and the sums of `sums` over the ranks.
 
-        Every rank of the world must call it, with as many `sums`.
+        Every rank of the world must call it, with as many `sums`. A key that one of the ranks `prefer` has recorded is
+        taken from those only.
         """
         local = {key: entry.combine(key.reduction) for key, entry in entries.items()}
         while True:
@@ -162,7 +170,10 @@ class Exchange:
         for index, key in enumerate(self._keys):
             column = 1 + len(sums) + 2 * index
             values, weights = rows[:, column], rows[:, column + 1]
-            if bool((rows[:, column + 1] > 0).any()):
+            preferred = weights[list(prefer)]
+            if bool((preferred > 0).any()):
+                values, weights = values[list(prefer)], preferred
+            if bool((weights > 0).any()):
                 combined[key] = _over_ranks(key.reduction, values, weights)
         return combined, totals
 
@@ -196,9 +207,7 @@ def replay(module: LightningModule, combined: Mapping[Key, tuple[Tensor, float]]
             module.log(key.name, metric, batch_size=1, **flags)  # type: ignore[arg-type]
         elif key.kind == "log":
             batch_size: Any = int(weight) if weight.is_integer() else weight
-            module.log(
-                key.name, value.to(key.dtype), reduce_fx=key.reduction, batch_size=batch_size, **flags
-            )
+            module.log(key.name, value.to(key.dtype), reduce_fx=key.reduction, batch_size=batch_size, **flags)
 
 
 def outputs(combined: Mapping[Key, tuple[Tensor, float]]) -> dict[str, Tensor]:
@@ -210,8 +219,7 @@ def _over_ranks(reduction: str, values: Tensor, weights: Tensor) -> tuple[Tensor
     total = float(weights.sum())
     if reduction == "mean":
         return values.sum() / total, total
-    reduce: Callable[[], Tensor] = {"sum": values.sum, "max": values[weights > 0].max, "min": values[weights > 0].min}[reduction]
-    return reduce(), total
+    return COMBINE[reduction](values[weights > 0]), total
 
 
 def _reduction(name: str, reduce_fx: Any) -> str:
@@ -219,8 +227,8 @@ def _reduction(name: str, reduce_fx: Any) -> str:
         return REDUCTIONS[reduce_fx]
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"self.log({name!r}, reduce_fx={reduce_fx!r}): values of micro-batches and replicas can be combined by 'mean', 'sum', "
-            "'max' or 'min' only."
+            f"self.log({name!r}, reduce_fx={reduce_fx!r}): values of micro-batches and replicas can be combined by "
+            "'mean', 'sum', 'max' or 'min' only."
         ) from error
 
 
@@ -241,4 +249,7 @@ def _attribute_of(module: LightningModule, name: str, metric: Metric) -> str:
     for attribute, other in module.named_modules():
         if other is metric:
             return attribute
-    raise ValueError(f"self.log({name!r}, metric): the metric is not an attribute of the LightningModule, so ranks cannot agree on it.")
+    raise ValueError(
+        f"self.log({name!r}, metric): the metric is not an attribute of the LightningModule, so ranks cannot agree on "
+        "it."
+    )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_hybrid.functional.schedules import usable_microbatches
@@ -62,7 +62,14 @@ class StepRunner:
     _dropped: set[str] = field(default_factory=set)
 
     def train(
-        self, args: Sequence[Any], context: Context, *, name: tuple[object, ...], accumulate: int, first: bool, last: bool,
+        self,
+        args: Sequence[Any],
+        context: Context,
+        *,
+        name: tuple[object, ...],
+        accumulate: int,
+        first: bool,
+        last: bool,
         on_planned: Callable[[], None],
     ) -> Tensor | dict[str, Tensor]:
         """One training batch, forward and backward.
@@ -95,8 +102,11 @@ class StepRunner:
             reduce=last,
         )
         combined, sums = self._exchange("training_step").combine(recorder.entries, [counts.weighted, counts.plain])
-        weight = next((weight for key, (_, weight) in combined.items() if key.kind == "output" and key.name == LOSS), 0.0)
-        self._finish_weights(*sums, weight, first=first, last=last)
+        weight = next(
+            (weight for key, (_, weight) in combined.items() if key.kind == "output" and key.name == LOSS), 0.0
+        )
+        num_weighted, num_plain = sums
+        self._finish_weights(num_weighted, num_plain, weight, first=first, last=last)
         self._replay(combined, on_step=True)
         values = outputs(combined)
         values.setdefault(LOSS, torch.zeros((), device=self.engine.mesh.device))
@@ -220,17 +230,15 @@ class StepRunner:
             elif value is not None and name not in self._dropped:
                 self._dropped.add(str(name))
                 rank_zero_warn(
-                    f"The step returns {name or 'a value'} of type {type(value).__name__}, which is not a floating-point scalar: it is not "
-                    "passed on to hooks, because each rank has only a part of it."
+                    f"The step returns {name or 'a value'} of type {type(value).__name__}, which is not a "
+                    "floating-point scalar: it is not passed on to hooks, because each rank has only a part of it."
                 )
 
-    def _finish_weights(
-        self, num_weighted: float, num_plain: float, weight: float, *, first: bool, last: bool
-    ) -> None:
+    def _finish_weights(self, num_weighted: float, num_plain: float, weight: float, *, first: bool, last: bool) -> None:
         if num_weighted and num_plain:
             raise ValueError(
-                f"training_step returned a loss_weight for {num_weighted:.0f} micro-batches and none for {num_plain:.0f}. Return it "
-                "always or never."
+                f"training_step returned a loss_weight for {num_weighted:.0f} micro-batches and none for "
+                f"{num_plain:.0f}. Return it always or never."
             )
         if first:
             self._window_weight = 0.0
@@ -248,7 +256,8 @@ def _loss_of(output: Any) -> tuple[Tensor, float | None]:
     loss = output.get(LOSS) if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise TypeError(
-            f"training_step returned {type(output).__name__} without a scalar loss tensor. Under this strategy it must return the loss, "
+            f"training_step returned {type(output).__name__} without a scalar loss tensor. Under this strategy it must "
+            "return the loss, "
             'or a dictionary with "loss" (and "loss_weight" for an exactly weighted mean).'
         )
     weight = output.get("loss_weight") if isinstance(output, Mapping) else None

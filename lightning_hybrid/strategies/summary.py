@@ -14,7 +14,7 @@ class SummaryBeforeCut:
 
     def show(self, trainer: Trainer, module: LightningModule) -> None:
         """Show all summaries now."""
-        for callback in trainer.callbacks:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ModelSummary) and callback not in self._silenced:
                 callback.on_fit_start(trainer, module)
                 vars(callback)["on_fit_start"] = _nothing

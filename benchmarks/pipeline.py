@@ -1,0 +1,266 @@
+"""The pipeline's step time: against the schedule's theory, against torch's own pipelining, and in one process.
+
+``python benchmarks/pipeline.py`` runs all cases, ``python benchmarks/pipeline.py CASE`` one of them.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import fit, is_rank, launch, medians, report, seconds
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.testing import assert_close
+from typing_extensions import override
+
+from lightning_hybrid import HybridPTDPStrategy
+from lightning_hybrid.functional.simulation import theoretical_bubble_ratio
+
+NAP = 0.02  # seconds that a block's forward sleeps; its backward takes twice that
+BLOCKS_A_RANK = 2
+
+
+# A schedule of sleeping blocks against its theory
+
+
+class _Nap(torch.autograd.Function):
+    """Computes nothing, for a while: takes no core, so that more ranks than cores run as if each had one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        time.sleep(NAP)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        time.sleep(2 * NAP)
+        return gradients[0]
+
+
+class SleepingBlock(nn.Module):
+    """One parameter and a nap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Nap.apply(x * self.scale)
+
+
+class Sleeper(LightningModule):
+    """A stack of sleeping blocks."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(SleepingBlock() for _ in range(depth))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class StepTimes(Callback):
+    """Times of whole training steps, optimizer and Lightning's own work included."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[float]] = []
+
+    @override
+    def on_train_batch_start(self, *args: Any) -> None:
+        dist.barrier()  # so that no rank times another's lateness
+        self.start = time.perf_counter()
+
+    @override
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.rows.append([time.perf_counter() - self.start])
+
+
+def against_theory(case: str, p: int, m: int, v: int, num_steps: int = 20) -> None:
+    times = StepTimes()
+    strategy = HybridPTDPStrategy(p, num_chunks=v, num_microbatches=m, partition="uniform")
+    batches = [torch.randn(m, 64, 64)] * num_steps
+    fit(Sleeper(p * BLOCKS_A_RANK), batches, devices=p, strategy=strategy, callbacks=[times])
+    (step,) = medians(times.rows)
+    theory = m * BLOCKS_A_RANK * 3 * NAP * (1 + theoretical_bubble_ratio(p, m, v))
+    report(case, step / theory, 1.05, step_s=step, theory_s=theory)
+
+
+# A GPT against torch.distributed.pipelining
+
+
+class Part(nn.Module):
+    """The stage of a GPT that torch's pipelining runs on one rank."""
+
+    def __init__(self, gpt: Any, rank: int, size: int) -> None:
+        super().__init__()
+        share = len(gpt.blocks) // size
+        self.gpt, self.blocks = gpt, gpt.blocks[rank * share : (rank + 1) * share]
+        self.is_first, self.is_last = rank == 0, rank == size - 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_first:
+            x = self.gpt.embed(x) + self.gpt.position.weight[: x.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.gpt.head(self.gpt.norm(x)) if self.is_last else x
+
+
+class Rival:
+    """The same model under ``Schedule1F1B``."""
+
+    def __init__(self, gpt: nn.Module, size: int, m: int) -> None:
+        self.gpt = gpt
+        part = Part(gpt, dist.get_rank(), size)
+        stage = PipelineStage(part, dist.get_rank(), size, torch.device("cpu"))
+        self.schedule, self.part = Schedule1F1B(stage, m, loss_fn=self._loss), part
+
+    def step(self, batch: Tensor) -> None:
+        """Run forward and backward of all micro-batches."""
+        inputs = [batch[:, :-1]] if self.part.is_first else []
+        self.schedule.step(*inputs, target=batch[:, 1:] if self.part.is_last else None, return_outputs=False)
+
+    @staticmethod
+    def _loss(logits: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+class Interleaved(HybridPTDPStrategy):
+    """Times each of its steps, forward and backward of all micro-batches, beside one of a rival on the same batch."""
+
+    def __init__(self, make_rival: Callable[[], Rival], **options: Any) -> None:
+        super().__init__(**options)
+        self.make_rival, self.rows = make_rival, list[list[float]]()
+        self.rival: Rival | None = None
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.rival = self.rival or self.make_rival()
+        self.rival.gpt.zero_grad()
+        outputs = []
+        ours = partial(seconds, lambda: outputs.append(super(Interleaved, self).training_step(batch, batch_idx)))
+        theirs = partial(seconds, lambda: self.rival.step(batch))
+        if batch_idx % 2:
+            self.rows.append([ours(), theirs()])
+        else:
+            self.rows.append([theirs(), ours()][::-1])
+        if batch_idx == 0:
+            self._check()
+        return outputs[0]
+
+    def _check(self) -> None:
+        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
+        for parameter, gradient in self._taken:
+            assert_close(gradient, self.rival.gpt.get_parameter(names[id(parameter)]).grad)
+
+
+def gpt() -> LightningModule:
+    sys.path.append(str(Path(__file__).parents[1]))
+    from examples.gpt import GPT
+
+    seed_everything(0, verbose=False)
+    return GPT(width=256, depth=8)
+
+
+def against_torch(case: str, p: int, m: int, num_steps: int = 40) -> None:
+    strategy = Interleaved(
+        lambda: Rival(gpt(), p, m), pipeline_parallel_size=p, num_microbatches=m, schedule="1f1b", partition="uniform"
+    )
+    batches = list(torch.randint(256, (num_steps, 16, 129)))
+    fit(gpt(), batches, devices=p, strategy=strategy)
+    ours, theirs = medians(strategy.rows)
+    report(case, ours / theirs, 1.03, ours_s=ours, torch_s=theirs)
+
+
+# One process against Lightning's own strategy
+
+
+class LoopTimes(Callback):
+    """Times from the start of a step to the start of the next."""
+
+    def __init__(self) -> None:
+        self.starts: list[float] = []
+
+    @override
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.starts.append(time.perf_counter())
+
+    @property
+    def typical(self) -> float:
+        """Median, without the first fifth."""
+        late = self.starts[len(self.starts) // 5 :]
+        return median(b - a for a, b in pairwise(late))
+
+
+class Perceptron(LightningModule):
+    """Three layers, so small that what a strategy adds to a step would show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 256))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self.layers(batch), batch)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def against_plain(case: str, rounds: int = 20, num_steps: int = 100) -> None:
+    batches = list(torch.randn(num_steps, 128, 256))
+
+    def ours() -> float:
+        times = LoopTimes()
+        fit(Perceptron(), batches, devices=1, strategy=HybridPTDPStrategy(), callbacks=[times])
+        dist.destroy_process_group()  # the other fit is of a process that never had one
+        return times.typical
+
+    def plain() -> float:
+        times = LoopTimes()
+        fit(Perceptron(), batches, devices=1, strategy="auto", callbacks=[times])
+        return times.typical
+
+    rows = [[ours(), plain()] if i % 2 else [plain(), ours()][::-1] for i in range(rounds)]
+    ours_s, plain_s = medians(rows)
+    report(case, ours_s / plain_s, 1.02, ours_s=ours_s, plain_s=plain_s)
+
+
+CASES: dict[str, tuple[int, Callable[[str], None]]] = {  # name: (ranks, what each runs)
+    "sleep_p2_m4_v1": (2, partial(against_theory, p=2, m=4, v=1)),
+    "sleep_p4_m8_v1": (4, partial(against_theory, p=4, m=8, v=1)),
+    "sleep_p4_m8_v2": (4, partial(against_theory, p=4, m=8, v=2)),
+    "torch_p2_m4": (2, partial(against_torch, p=2, m=4)),
+    "torch_p2_m8": (2, partial(against_torch, p=2, m=8)),
+    "torch_p4_m8": (4, partial(against_torch, p=4, m=8)),
+    "one_process": (1, against_plain),
+}
+
+
+def main() -> None:
+    for case in sys.argv[1:] or CASES:
+        size, run = CASES[case]
+        if is_rank():
+            run(case)
+        else:
+            launch(__file__, case, size)
+
+
+if __name__ == "__main__":
+    main()

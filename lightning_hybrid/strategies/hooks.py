@@ -1,0 +1,150 @@
+"""The user's hooks under a pipeline: they see what the last stage gathered, and what they log is equal on every rank.
+
+A hook such as `on_validation_epoch_end` runs on every rank, but only the last stage has run the code behind the last
+    block: the
+lists and numbers that the steps left on the LightningModule are therefore copied from it first. What a hook logs is
+taken from the last stage too and combined over the replicas.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+
+from lightning_hybrid.functional.trees import map_leaves
+from lightning_hybrid.parallel.engine import Engine
+from lightning_hybrid.parallel.snapshot import CONTAINERS, SIMPLE, plain_attributes
+from lightning_hybrid.strategies.records import Exchange, Recorder, replay
+
+STAGES = ("train", "validation", "test")
+LOGGING = (
+    *(f"on_{s}_{m}" for s in STAGES for m in ("start", "epoch_start", "batch_start", "batch_end", "epoch_end")),
+    *("on_before_backward", "on_after_backward", "on_before_zero_grad", "on_before_optimizer_step"),
+)
+GATHERING = tuple(f"on_{s}_{m}" for s in STAGES for m in ("epoch_end", "end"))
+
+
+class SharedHooks:
+    """Wraps the hooks that a LightningModule overrides.
+
+    Args:
+        module: The user's module.
+        engine: Its engine.
+    """
+
+    def __init__(self, module: LightningModule, engine: Engine) -> None:
+        self._module, self._engine = module, engine
+        mesh = engine.mesh
+        self._last = [mesh.layout.rank(mesh.layout.pipeline - 1, d) for d in range(mesh.layout.data)]
+        self._exchanges: dict[str, Exchange] = {}
+        self._baseline = self._copies()
+        self._wrapped: list[str] = []
+
+    def install(self) -> None:
+        """Wrap the hooks until `remove`."""
+        for name in dict.fromkeys(LOGGING + GATHERING):
+            if is_overridden(name, self._module) and name not in self._wrapped:
+                vars(self._module)[name] = self._wrap(name, getattr(self._module, name))
+                self._wrapped.append(name)
+
+    def remove(self) -> None:
+        """Give the module its own hooks back."""
+        for name in self._wrapped:
+            vars(self._module).pop(name, None)
+        self._wrapped.clear()
+
+    def _wrap(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        exchange = self._exchanges.setdefault(name, Exchange(self._engine.mesh.device))
+
+        @functools.wraps(hook)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if name in GATHERING:
+                self._copy_from_last_stage()
+            if name not in LOGGING:
+                return hook(*args, **kwargs)
+            recorder = Recorder(self._module, None, self._engine.mesh.device)
+            with recorder.recording(1):
+                result = hook(*args, **kwargs)
+            combined, _ = exchange.combine(recorder.entries, [], prefer=self._last)
+            replay(self._module, combined)
+            if name in GATHERING:
+                self._baseline = self._copies()
+            return result
+
+        return wrapped
+
+    def _copies(self) -> dict[str, Any]:
+        return {name: copy.copy(value) for name, value in self._shareable().items()}
+
+    def _shareable(self) -> dict[str, Any]:
+        kinds = (*CONTAINERS, *SIMPLE, Tensor)
+        own = plain_attributes(self._module)
+        return {name: value for name, value in own.items() if not name.startswith("_") and isinstance(value, kinds)}
+
+    def _copy_from_last_stage(self) -> None:
+        mesh = self._engine.mesh
+        if mesh.layout.pipeline == 1:
+            return
+        box: list[Any] = [None]
+        if self._engine.is_last:
+            box = [
+                {name: _packed(value) for name, value in self._shareable().items() if self._has_changed(name, value)}
+            ]
+        dist.broadcast_object_list(box, src=mesh.pipeline_ranks[-1], group=mesh.pipeline_group)
+        for name, packed in box[0].items():
+            if packed is None:
+                raise RuntimeError(
+                    f"self.{name} was changed by a step on the last pipeline stage and cannot be pickled, so that the "
+                    "other ranks cannot run the hooks that read it. Keep tensors, numbers and strings in it."
+                )
+            if not self._engine.is_last:
+                self._set(name, map_leaves(self._to_device, pickle.loads(packed)))
+
+    def _has_changed(self, name: str, value: Any) -> bool:
+        if name not in self._baseline:
+            return True
+        old = self._baseline[name]
+        if isinstance(value, Tensor):
+            return value is not old and not (
+                isinstance(old, Tensor) and value.shape == old.shape and torch.equal(value, old)
+            )
+        if isinstance(value, CONTAINERS):
+            same = type(old) is type(value) and len(old) == len(value) and _same_items(old, value)
+            return not same
+        return bool(type(old) is not type(value) or old != value)
+
+    def _set(self, name: str, value: Any) -> None:
+        held = vars(self._module).get(name)
+        if isinstance(held, list) and isinstance(value, list):
+            held[:] = value  # others may hold the same list
+        elif isinstance(held, dict) and isinstance(value, dict):
+            held.clear()
+            held.update(value)
+        else:
+            setattr(self._module, name, value)
+
+    def _to_device(self, leaf: Any) -> Any:
+        return leaf.to(self._engine.mesh.device) if isinstance(leaf, Tensor) else leaf
+
+
+def _same_items(old: Any, new: Any) -> bool:
+    if isinstance(old, dict):
+        return list(old) == list(new) and all(old[key] is new[key] for key in old)
+    return all(a is b for a, b in zip(old, new, strict=True))
+
+
+def _packed(value: Any) -> bytes | None:
+    """Pickled, with tensors detached and in host memory; None if that is impossible."""
+    try:
+        return pickle.dumps(map_leaves(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, value))
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return None
