@@ -9,13 +9,14 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.functional.lowering import lower
 from lightning_hybrid.functional.schedules import Action, Kind, choose, forward_only
 from lightning_hybrid.parallel.cut import StageCut
 from lightning_hybrid.parallel.data_parallel import DataParallel, Replicated, Sharded
-from lightning_hybrid.parallel.executor import Executor, Work
+from lightning_hybrid.parallel.executor import Event, Executor, Work
 from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.ownership import Ownership, settle
 from lightning_hybrid.parallel.plan import Plan
@@ -149,6 +150,12 @@ class Engine:
         with self._streams():
             self.executor.run(Work(program, plans, forward_and_take, _no_seed, lambda _: None, lambda *_: None))
 
+    def timeline(self) -> list[Event]:
+        """Measured times of the last step's actions on all ranks of this replica's pipeline, which call it together."""
+        everyone: list[Any] = [None] * self.mesh.layout.pipeline
+        dist.all_gather_object(everyone, self.executor.events, group=self.mesh.pipeline_group)
+        return [event for other in everyone for event in other]
+
     def local_parameters(self) -> list[nn.Parameter]:
         """The parameters that are on this rank, in the model's order."""
         return list(self.root.parameters())
@@ -197,11 +204,6 @@ class Engine:
 
 def _no_seed(micro_batch: int, output: Any) -> tuple[Tensor, float]:
     raise AssertionError("an evaluation has no backward pass")
-
-
-def gradients_known(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether any parameter has a gradient."""
-    return any(parameter.grad is not None for parameter in parameters)
 
 
 def divide_gradients(parameters: Sequence[nn.Parameter], total: float) -> None:

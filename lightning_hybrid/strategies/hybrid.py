@@ -7,18 +7,14 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hybrid.compat import is_accumulating, subprocess_launcher
+from lightning_hybrid.compat import is_accumulating
 from lightning_hybrid.parallel.executor import Event
 from lightning_hybrid.parallel.gradients import install_gradients, take_gradients
 from lightning_hybrid.parallel.saving import gather_model_state, gather_optimizer_state
@@ -27,14 +23,13 @@ from lightning_hybrid.strategies.checks import check_keywords, check_module, che
 from lightning_hybrid.strategies.clipping import Clipping
 from lightning_hybrid.strategies.evaluation import DataLoaders
 from lightning_hybrid.strategies.optimizers import ParameterGroups
-from lightning_hybrid.strategies.processes import start_process_group
-from lightning_hybrid.strategies.reductions import reduce_over_data
+from lightning_hybrid.strategies.processes import ProcessStrategy
 from lightning_hybrid.strategies.summary import SummaryBeforeCut
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class HybridPTDPStrategy(ParallelStrategy):
+class HybridPTDPStrategy(ProcessStrategy):
     """Pipeline x data parallel training of an unmodified LightningModule, with the numbers of one process.
 
     Args:
@@ -75,7 +70,7 @@ class HybridPTDPStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
     ) -> None:
-        super().__init__()
+        super().__init__(process_group_backend, timeout)
         self.options: dict[str, Any] = {
             "pipeline_parallel_size": pipeline_parallel_size,
             "tensor_parallel_size": tensor_parallel_size,
@@ -89,9 +84,7 @@ class HybridPTDPStrategy(ParallelStrategy):
             "zero_stage": zero_stage,
         }
         check_keywords(self.options)
-        self.num_nodes = 1
         self.record_timeline = False
-        self._backend, self._timeout = process_group_backend, timeout
         self._assembly: Assembly | None = None
         self._loaders = DataLoaders()
         self._summary = SummaryBeforeCut()
@@ -104,36 +97,6 @@ class HybridPTDPStrategy(ParallelStrategy):
     def is_distributed(self) -> bool:
         """Whether replicas see different data: Lightning then gives each its share, and else leaves samplers alone."""
         return self.world_size > 1 if self._assembly is None else self._assembly.engine.mesh.layout.data > 1
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @override
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        self._launcher = subprocess_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def set_world_ranks(self) -> None:
-        """Tell the environment and the loggers of this process which rank it is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-            vars(rank_zero_only)["rank"] = self.cluster_environment.global_rank()
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self.set_world_ranks()
-        assert self.cluster_environment is not None
-        start_process_group(self.cluster_environment, self.root_device, self._backend, self._timeout)
 
     # Set-up
 
@@ -166,7 +129,8 @@ class HybridPTDPStrategy(ParallelStrategy):
         elif fitting:
             self._set_up_optimizers_again(trainer)
         self.setup_precision_plugin()
-        self._silence_advice()
+        # every logged value is combined over all ranks before Lightning sees it
+        warnings.filterwarnings("ignore", message="It is recommended to use `self.log\\(.*sync_dist=True")
         if self.world_size > 1:
             self._assembly.hooks.install()
         clipping = Clipping(self._assembly.engine)
@@ -181,13 +145,9 @@ class HybridPTDPStrategy(ParallelStrategy):
                 check_module(module)
                 check_optimizers(self.optimizers)
             groups = ParameterGroups(self.optimizers, module)
-        assembly = assemble(module, self.options, device=self.root_device, timeout=self._timeout, groups=groups)
+        assembly = assemble(module, self.options, device=self.root_device, timeout=self.timeout, groups=groups)
         assembly.is_plain = is_plain
         return assembly
-
-    def _silence_advice(self) -> None:
-        # every logged value is combined over all ranks before Lightning sees it
-        warnings.filterwarnings("ignore", message="It is recommended to use `self.log\\(.*sync_dist=True")
 
     def _set_up_optimizers_again(self, trainer: Trainer) -> None:
         """A second `fit` of one Trainer: the module is cut already, so an optimizer sees only what is here."""
@@ -301,7 +261,17 @@ class HybridPTDPStrategy(ParallelStrategy):
         self._loaders.start("test")
         self.assembly.engine.data.gather()
 
-    # Data and metrics
+    # Data
+
+    @property
+    @override
+    def data_group(self) -> dist.ProcessGroup | None:
+        return self._assembly.engine.mesh.data_group if self._assembly is not None else None
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        self._loaders.announce(name)
+        super().barrier(name)
 
     @property
     @override
@@ -312,40 +282,6 @@ class HybridPTDPStrategy(ParallelStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         return self._loaders.process(dataloader, self.assembly.engine.mesh, self.assembly.seed)
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the ranks that see different data, or over `group`."""
-        return reduce_over_data(tensor, group or self._data_group, reduce_op)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather from the ranks that see different data, or from `group`."""
-        return super().all_gather(tensor, group=group or self._data_group, sync_grads=sync_grads)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks of the world (or any) say so."""
-        operation = dist.ReduceOp.MIN if all else dist.ReduceOp.MAX
-        return bool(reduce_over_data(torch.tensor(int(decision), device=self.root_device), None, operation))
-
-    @property
-    def _data_group(self) -> Any:
-        return self._assembly.engine.mesh.data_group if self._assembly is not None else None
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        self._loaders.announce(name)
-        if dist.is_initialized():
-            dist.barrier()
-
-    @override
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        if not dist.is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
 
     # State
 
@@ -361,15 +297,11 @@ class HybridPTDPStrategy(ParallelStrategy):
         assembly = self.assembly
         assert assembly.groups is not None
         bare = getattr(optimizer, "optimizer", optimizer)
-        index = self.optimizers.index(bare)
-        return gather_optimizer_state(assembly.engine, bare, assembly.groups.names[index])
+        return gather_optimizer_state(assembly.engine, bare, assembly.groups.names[self.optimizers.index(bare)])
 
     def timeline(self) -> list[Event]:
         """Measured times of the last step's actions on all ranks of this replica's pipeline; all ranks must call it.
 
         Set `record_timeline = True` before the step.
         """
-        mesh, events = self.assembly.engine.mesh, self.assembly.engine.executor.events
-        everyone: list[Any] = [None] * mesh.layout.pipeline
-        dist.all_gather_object(everyone, events, group=mesh.pipeline_group)
-        return [event for other in everyone for event in other]
+        return self.assembly.engine.timeline()
