@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
+sys.path.append(str(Path(__file__).parents[1]))  # for the example's model
 INSIDE = "BENCHMARK_RANK"  # set in the processes that measure
 
 

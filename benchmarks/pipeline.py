@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -18,12 +17,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common import fit, is_rank, launch, medians, report, seconds
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, seed_everything
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.testing import assert_close
 from typing_extensions import override
 
+from examples.gpt import GPT
 from lightning_hybrid import HybridPTDPStrategy
 from lightning_hybrid.functional.simulation import theoretical_bubble_ratio
 
@@ -94,6 +94,7 @@ class StepTimes(Callback):
 def against_theory(case: str, p: int, m: int, v: int, num_steps: int = 20) -> None:
     times = StepTimes()
     strategy = HybridPTDPStrategy(p, num_chunks=v, num_microbatches=m, partition="uniform")
+    seed_everything(0, verbose=False)
     batches = [torch.randn(m, 64, 64)] * num_steps
     fit(Sleeper(p * BLOCKS_A_RANK), batches, devices=p, strategy=strategy, callbacks=[times])
     (step,) = medians(times.rows)
@@ -107,7 +108,7 @@ def against_theory(case: str, p: int, m: int, v: int, num_steps: int = 20) -> No
 class Part(nn.Module):
     """The stage of a GPT that torch's pipelining runs on one rank."""
 
-    def __init__(self, gpt: Any, rank: int, size: int) -> None:
+    def __init__(self, gpt: GPT, rank: int, size: int) -> None:
         super().__init__()
         share = len(gpt.blocks) // size
         self.gpt, self.blocks = gpt, gpt.blocks[rank * share : (rank + 1) * share]
@@ -124,7 +125,7 @@ class Part(nn.Module):
 class Rival:
     """The same model under ``Schedule1F1B``."""
 
-    def __init__(self, gpt: nn.Module, size: int, m: int) -> None:
+    def __init__(self, gpt: GPT, size: int, m: int) -> None:
         self.gpt = gpt
         part = Part(gpt, dist.get_rank(), size)
         stage = PipelineStage(part, dist.get_rank(), size, torch.device("cpu"))
@@ -169,20 +170,26 @@ class Interleaved(HybridPTDPStrategy):
             assert_close(gradient, self.rival.gpt.get_parameter(names[id(parameter)]).grad)
 
 
-def gpt() -> LightningModule:
-    sys.path.append(str(Path(__file__).parents[1]))
-    from examples.gpt import GPT
+class Constant(GPT):
+    """The example with a constant learning rate."""
 
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def gpt() -> GPT:
     seed_everything(0, verbose=False)
-    return GPT(width=256, depth=8)
+    return Constant(width=256, depth=8)
 
 
 def against_torch(case: str, p: int, m: int, num_steps: int = 40) -> None:
     strategy = Interleaved(
         lambda: Rival(gpt(), p, m), pipeline_parallel_size=p, num_microbatches=m, schedule="1f1b", partition="uniform"
     )
+    model = gpt()
     batches = list(torch.randint(256, (num_steps, 16, 129)))
-    fit(gpt(), batches, devices=p, strategy=strategy)
+    fit(model, batches, devices=p, strategy=strategy)
     ours, theirs = medians(strategy.rows)
     report(case, ours / theirs, 1.03, ours_s=ours, torch_s=theirs)
 

@@ -1,8 +1,6 @@
 """One row of the parity table: a fit over a layout, and the fit in one process that it must equal."""
 
 from dataclasses import dataclass
-from functools import cache
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_hybrid import HybridPTDPStrategy
-from tests.parity_models import make, make_batch, weight_of
+from tests.parity_models import make, make_batch
 
 
 class Layout(NamedTuple):
@@ -76,10 +74,16 @@ class Outcome(NamedTuple):
 
 
 class Losses(Callback):
-    """Keeps what `training_step` returned and what it logged."""
+    """Keeps what `training_step` returned and what it logged.
+
+    It clips the second step's gradients alone: the scale of clipped ones does not show in the weights.
+    """
 
     def __init__(self) -> None:
         self.batches: list[dict[str, Tensor]] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, *args: Any) -> None:
+        trainer.gradient_clip_val = 0.1 if trainer.global_step == 1 else 1e9
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *args: Any) -> None:
         self.batches.append({"returned": outputs["loss"].clone(), **trainer.callback_metrics})
@@ -105,13 +109,13 @@ def take(batch: Any, part: int, parts: int) -> Any:
 
 
 def fit(model: LightningModule, batches: list[Any], **options: Any) -> Outcome:
-    """Fit for one epoch in float64 with clipped gradients."""
+    """Fit for one epoch in float64."""
     losses = Losses()
     trainer = Trainer(
         accelerator="cpu",
         precision="64-true",
         max_epochs=1,
-        gradient_clip_val=0.5,
+        gradient_clip_val=1e9,
         callbacks=[losses],
         use_distributed_sampler=False,
         logger=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -12,10 +13,16 @@ EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 class Clipping:
-    """Takes the place of the precision plugin's clipping, which sees only what an optimizer on this rank holds."""
+    """Takes the place of a precision plugin's clipping, which sees only what an optimizer on this rank holds."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, precision: Precision) -> None:
+        self._engine, self._precision = engine, precision
+        vars(precision).update(clip_grad_by_norm=self.by_norm, clip_grad_by_value=self.by_value)
+
+    def remove(self) -> None:
+        """Give the plugin its own clipping back."""
+        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+            vars(self._precision).pop(name, None)
 
     def by_norm(self, optimizer: Optimizer, clip_val: float | int) -> None:
         """Scale all gradients so that their norm is at most `clip_val`."""

@@ -88,10 +88,9 @@ class HybridPTDPStrategy(ProcessStrategy):
         self._assembly: Assembly | None = None
         self._loaders = DataLoaders()
         self._summary = SummaryBeforeCut()
+        self._clipping: Clipping | None = None
         self._taken: list[Any] = []
         self._window_open = False
-
-    # Processes
 
     @property
     def is_distributed(self) -> bool:
@@ -108,9 +107,7 @@ class HybridPTDPStrategy(ProcessStrategy):
             RuntimeError: Before Lightning has set the strategy up.
         """
         if self._assembly is None:
-            raise RuntimeError(
-                "The strategy is set up by Trainer.fit, validate, test or predict; it has no engine before."
-            )
+            raise RuntimeError("Trainer.fit, validate, test or predict sets the strategy up; it has no engine before.")
         return self._assembly
 
     @override
@@ -133,8 +130,8 @@ class HybridPTDPStrategy(ProcessStrategy):
         warnings.filterwarnings("ignore", message="It is recommended to use `self.log\\(.*sync_dist=True")
         if self.world_size > 1:
             self._assembly.hooks.install()
-        clipping = Clipping(self._assembly.engine)
-        vars(self.precision_plugin).update(clip_grad_by_norm=clipping.by_norm, clip_grad_by_value=clipping.by_value)
+        if not self._assembly.is_plain:
+            self._clipping = Clipping(self._assembly.engine, self.precision_plugin)
 
     def _assemble(self, trainer: Trainer, module: LightningModule, fitting: bool) -> Assembly:
         groups = None
@@ -169,8 +166,8 @@ class HybridPTDPStrategy(ProcessStrategy):
         self._summary.restore()
         if self._assembly is not None:
             self._assembly.hooks.remove()
-        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
-            vars(self.precision_plugin).pop(name, None)
+        if self._clipping is not None:
+            self._clipping.remove()
         assert self.cluster_environment is not None
         self.precision_plugin.teardown()
         assert self.accelerator is not None
