@@ -23,10 +23,8 @@ from lightning_hybrid.strategies.checks import check_keywords, check_module, che
 from lightning_hybrid.strategies.clipping import Clipping
 from lightning_hybrid.strategies.evaluation import DataLoaders
 from lightning_hybrid.strategies.optimizers import ParameterGroups
-from lightning_hybrid.strategies.processes import ProcessStrategy
+from lightning_hybrid.strategies.processes import DEFAULT_TIMEOUT, ProcessStrategy
 from lightning_hybrid.strategies.summary import SummaryBeforeCut
-
-DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class HybridPTDPStrategy(ProcessStrategy):
@@ -89,8 +87,7 @@ class HybridPTDPStrategy(ProcessStrategy):
         self._loaders = DataLoaders()
         self._summary = SummaryBeforeCut()
         self._clipping: Clipping | None = None
-        self._taken: list[Any] = []
-        self._window_open = False
+        self._taken, self._window_open = list[Any](), False
 
     @property
     def is_distributed(self) -> bool:

@@ -18,6 +18,8 @@ from typing_extensions import override
 from lightning_hybrid.compat import subprocess_launcher
 from lightning_hybrid.strategies.reductions import reduce_over_data
 
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
 
 class ProcessStrategy(ParallelStrategy):
     """One process a device, started by Lightning's launcher, torchrun or a cluster.
