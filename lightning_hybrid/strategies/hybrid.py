@@ -94,8 +94,6 @@ class HybridPTDPStrategy(ProcessStrategy):
         """Whether replicas see different data: Lightning then gives each its share, and else leaves samplers alone."""
         return self.world_size > 1 if self._assembly is None else self._assembly.engine.mesh.layout.data > 1
 
-    # Set-up
-
     @property
     def assembly(self) -> Assembly:
         """The engine and what belongs to it.
