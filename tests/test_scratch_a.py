@@ -182,7 +182,7 @@ class Storage(Reading):
 def outcome(model, partition):
     module = model()
     try:
-        return weights(fit(module, loader(8, 4), hybrid(partition=partition)))
+        return weights(fit(module, loader(8, 4), hybrid(partition=partition, microbatches=1)))
     except Exception as e:
         return f"{type(e).__name__}: {e}"
 

@@ -136,7 +136,10 @@ def guard_attribute(module: nn.Module, name: str, attribute: str, readable: Call
     def write(self: nn.Module, value: object) -> None:
         self.__dict__[attribute] = value
 
-    module.__class__ = _subclass(type(module), {attribute: property(read, write)})
+    def delete(self: nn.Module) -> None:
+        del self.__dict__[attribute]
+
+    module.__class__ = _subclass(type(module), {attribute: property(read, write, delete)})
 
 
 def _subclass(base: type, members: dict[str, Any]) -> type:

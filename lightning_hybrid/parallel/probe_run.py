@@ -58,6 +58,7 @@ class ProbeRun(StageRun):
         finally:
             for hook in hooks:
                 hook.remove()
+        self._need |= self.provenance.read
         self.plan.gated = frozenset(call for bit, call in self._calls_made.items() if not self._need & bit)
         self.needed = {name for bit, name in self._held.items() if self._need & bit}
         return result

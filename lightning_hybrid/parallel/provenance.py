@@ -51,10 +51,15 @@ class Sources:
 
 
 class Provenance:
-    """Enter it around one run of the step; tags belong to storages, so that views and in-place writes share them."""
+    """Enter it around one run of the step; tags belong to storages, so that views and in-place writes share them.
+
+    Attributes:
+        read: Union of the tags of all values that the step has read as Python numbers.
+    """
 
     def __init__(self) -> None:
         self.sources = Sources()
+        self.read = 0
         self._tags: dict[int, int] = {}
         self._alive: list[torch.UntypedStorage] = []  # a freed storage's address could be reused with its tag
         self._modes = (_Follow(self), _WatchMemoryReads(self))
@@ -167,6 +172,7 @@ class _WatchMemoryReads(TorchFunctionMode):
 
 
 def _refuse_read(provenance: Provenance, tag: int) -> None:
+    provenance.read |= tag
     absent = tag & provenance.sources.absent
     if absent:
         names = ", ".join(provenance.sources.names(absent))

@@ -40,7 +40,6 @@ class Assembly:
         hooks: Its hooks, which log too.
         keys: State keys of the whole model.
         groups: Parameters of the optimizers over the whole model.
-        seed: Base of all seeds, the same on every rank.
         is_plain: One process and one micro-batch: Lightning's own path serves.
     """
 
@@ -50,7 +49,6 @@ class Assembly:
     hooks: SharedHooks
     keys: list[str]
     groups: ParameterGroups | None
-    seed: int
     is_plain: bool = False
 
     def settle(self) -> None:
@@ -58,6 +56,19 @@ class Assembly:
         if self.engine.settle() is not None and self.groups is not None:
             cut = self.engine.cut
             self.groups.keep(cut.parameters if cut else dict(self.module.named_parameters()))
+
+    def check_whole(self) -> None:
+        """Refuse a second `fit` of a cut module: its optimizers would see only what is here.
+
+        Raises:
+            RuntimeError: If the module has been cut.
+        """
+        if self.engine.cut is not None:
+            raise RuntimeError(
+                "This LightningModule has been cut into pipeline stages by an earlier call, so that "
+                "configure_optimizers cannot see all of it. Fit first, or make a new module and a new Trainer; fit "
+                "takes ckpt_path to go on from a checkpoint."
+            )
 
 
 def choose_layout(options: dict[str, Any], blocks: Sequence[str], world_size: int) -> Layout:
@@ -102,22 +113,33 @@ def stage_sizes(options: dict[str, Any], module: nn.Module, blocks: Sequence[str
     return partition.balanced(costs, num_stages, first, last)
 
 
-def assemble(
-    module: LightningModule,
-    options: dict[str, Any],
-    *,
-    device: torch.device,
-    timeout: timedelta | None,
-    groups: ParameterGroups | None,
-) -> Assembly:
-    """Cut the module and build everything that runs it; every rank must call it with an equal module.
+@dataclass(frozen=True)
+class Ground:
+    """What is known before the optimizers are made: loaders, which schedulers may ask for, need it already.
+
+    Attributes:
+        mesh: Groups of this rank.
+        blocks: Names of the blocks to cut between.
+        sizes: Blocks of each stage; empty on a pipeline of one rank.
+        seed: Base of all seeds, the same on every rank.
+    """
+
+    mesh: Mesh
+    blocks: list[str]
+    sizes: list[int]
+    seed: int
+
+
+def survey(
+    module: LightningModule, options: dict[str, Any], *, device: torch.device, timeout: timedelta | None
+) -> Ground:
+    """Choose the layout and make its groups; every rank must call it with an equal module.
 
     Args:
-        module: The whole module, changed in place.
+        module: The whole module.
         options: The strategy's keywords.
         device: Where this rank computes.
         timeout: Of collectives.
-        groups: The optimizers' parameters, if there are optimizers.
 
     Raises:
         ValueError: If the model does not fit the keywords.
@@ -127,29 +149,45 @@ def assemble(
     chunks = options["num_chunks"]
     sizes = stage_sizes(options, module, blocks, layout.pipeline * chunks) if layout.pipeline > 1 else []
     mesh = Mesh(layout, device=device, timeout=timeout)
-    seed = _agree_on_seed(mesh)
-    _broadcast_whole(module, device)
+    _log_layout(layout, chunks, sizes, options)
+    return Ground(mesh, blocks, sizes, _agree_on_seed(mesh))
+
+
+def assemble(
+    module: LightningModule, options: dict[str, Any], ground: Ground, groups: ParameterGroups | None
+) -> Assembly:
+    """Cut the module and build everything that runs it; every rank must call it with an equal module.
+
+    Args:
+        module: The whole module, changed in place.
+        options: The strategy's keywords.
+        ground: From `survey`.
+        groups: The optimizers' parameters, if there are optimizers.
+    """
+    mesh = ground.mesh
+    _broadcast_whole(module, mesh.device)
     keys = state_keys(module)
     cut = None
-    if layout.pipeline > 1:
-        cut = StageCut(module, blocks, sizes, pipeline=layout.pipeline, rank=mesh.pipeline_rank, device=device)
+    if mesh.layout.pipeline > 1:
+        pipeline, rank = mesh.layout.pipeline, mesh.pipeline_rank
+        cut = StageCut(module, ground.blocks, ground.sizes, pipeline=pipeline, rank=rank, device=mesh.device)
         _turn_off_nested_tensors(module)
         if groups is not None:
             groups.keep(cut.parameters)
-    module.to(device)
-    _log_layout(layout, chunks, sizes, options)
+    module.to(mesh.device)
     engine = Engine(
         module,
         cut,
         mesh,
         schedule=options["schedule"],
-        num_chunks=chunks,
+        num_chunks=options["num_chunks"],
         zero_stage=options["zero_stage"],
-        seed=seed,
+        seed=ground.seed,
     )
     metrics = MetricObjects(module, mesh, cut.keeper if cut else None)
-    runner = StepRunner(module, engine, metrics, options["schedule"], chunks, options["num_microbatches"])
-    return Assembly(module, engine, runner, SharedHooks(module, engine), keys, groups, seed)
+    num_microbatches = options["num_microbatches"]
+    runner = StepRunner(module, engine, metrics, options["schedule"], options["num_chunks"], num_microbatches)
+    return Assembly(module, engine, runner, SharedHooks(module, engine), keys, groups)
 
 
 def _cost_outside(module: nn.Module, blocks: Sequence[str]) -> tuple[int, int]:

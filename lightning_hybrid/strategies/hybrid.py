@@ -18,7 +18,7 @@ from lightning_hybrid.compat import is_accumulating
 from lightning_hybrid.parallel.executor import Event
 from lightning_hybrid.parallel.gradients import install_gradients, take_gradients
 from lightning_hybrid.parallel.saving import gather_model_state, gather_optimizer_state
-from lightning_hybrid.strategies.assembly import Assembly, assemble
+from lightning_hybrid.strategies.assembly import Assembly, Ground, assemble, survey
 from lightning_hybrid.strategies.checks import check_keywords, check_module, check_optimizers, check_precision
 from lightning_hybrid.strategies.clipping import Clipping
 from lightning_hybrid.strategies.evaluation import DataLoaders
@@ -83,6 +83,7 @@ class HybridPTDPStrategy(ProcessStrategy):
         }
         check_keywords(self.options)
         self.record_timeline = False
+        self._ground: Ground | None = None
         self._assembly: Assembly | None = None
         self._loaders = DataLoaders()
         self._summary = SummaryBeforeCut()
@@ -92,15 +93,18 @@ class HybridPTDPStrategy(ProcessStrategy):
     @property
     def is_distributed(self) -> bool:
         """Whether replicas see different data: Lightning then gives each its share, and else leaves samplers alone."""
-        return self.world_size > 1 if self._assembly is None else self._assembly.engine.mesh.layout.data > 1
+        return self.world_size > 1 if self._ground is None else self._ground.mesh.layout.data > 1
+
+    @property
+    def ground(self) -> Ground:
+        """Layout and groups; they exist once Lightning sets the strategy up, before the optimizers are made."""
+        if self._ground is None:
+            raise RuntimeError("Trainer.fit, validate, test or predict sets the strategy up; it has no layout before.")
+        return self._ground
 
     @property
     def assembly(self) -> Assembly:
-        """The engine and what belongs to it.
-
-        Raises:
-            RuntimeError: Before Lightning has set the strategy up.
-        """
+        """The engine and what belongs to it; it exists after the optimizers."""
         if self._assembly is None:
             raise RuntimeError("Trainer.fit, validate, test or predict sets the strategy up; it has no engine before.")
         return self._assembly
@@ -117,9 +121,12 @@ class HybridPTDPStrategy(ProcessStrategy):
             self._summary.show(trainer, module)
         self.model = self.precision_plugin.convert_module(module)
         if self._assembly is None or self._assembly.module is not module:
-            self._assembly = self._assemble(trainer, module, fitting)
+            self._ground = survey(module, self.options, device=self.root_device, timeout=self.timeout)
+            self._assembly = self._assemble(trainer, module, self._ground, fitting)
         elif fitting:
-            self._set_up_optimizers_again(trainer)
+            self._assembly.check_whole()
+            self.setup_optimizers(trainer)
+            self._assembly.groups = ParameterGroups(self.optimizers, module)
         self.setup_precision_plugin()
         # every logged value is combined over all ranks before Lightning sees it
         warnings.filterwarnings("ignore", message="It is recommended to use `self.log\\(.*sync_dist=True")
@@ -128,7 +135,7 @@ class HybridPTDPStrategy(ProcessStrategy):
         if not self._assembly.is_plain:
             self._clipping = Clipping(self._assembly.engine, self.precision_plugin)
 
-    def _assemble(self, trainer: Trainer, module: LightningModule, fitting: bool) -> Assembly:
+    def _assemble(self, trainer: Trainer, module: LightningModule, ground: Ground, fitting: bool) -> Assembly:
         groups = None
         is_plain = self.world_size == 1 and self.options["num_microbatches"] in ("auto", 1)
         if fitting:
@@ -137,20 +144,9 @@ class HybridPTDPStrategy(ProcessStrategy):
                 check_module(module)
                 check_optimizers(self.optimizers)
             groups = ParameterGroups(self.optimizers, module)
-        assembly = assemble(module, self.options, device=self.root_device, timeout=self.timeout, groups=groups)
+        assembly = assemble(module, self.options, ground, groups)
         assembly.is_plain = is_plain
         return assembly
-
-    def _set_up_optimizers_again(self, trainer: Trainer) -> None:
-        """A second `fit` of one Trainer: the module is cut already, so an optimizer sees only what is here."""
-        if self.assembly.engine.cut is not None:
-            raise RuntimeError(
-                "This LightningModule has been cut into pipeline stages by an earlier call, so that "
-                "configure_optimizers cannot see all of it. Fit first, or make a new module and a new Trainer; fit "
-                "takes ckpt_path to go on from a checkpoint."
-            )
-        self.setup_optimizers(trainer)
-        self.assembly.groups = ParameterGroups(self.optimizers, self.assembly.module)
 
     @override
     def model_to_device(self) -> None:
@@ -258,7 +254,7 @@ class HybridPTDPStrategy(ProcessStrategy):
     @property
     @override
     def data_group(self) -> dist.ProcessGroup | None:
-        return self._assembly.engine.mesh.data_group if self._assembly is not None else None
+        return self._ground.mesh.data_group if self._ground is not None else None
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -268,12 +264,12 @@ class HybridPTDPStrategy(ProcessStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        mesh = self.assembly.engine.mesh
+        mesh = self.ground.mesh
         return {"num_replicas": mesh.layout.data, "rank": mesh.data_rank}
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return self._loaders.process(dataloader, self.assembly.engine.mesh, self.assembly.seed)
+        return self._loaders.process(dataloader, self.ground.mesh, self.ground.seed)
 
     # State
 
