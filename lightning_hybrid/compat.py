@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 # The only way to see every operation of a step; torch documents it, but keeps it in a private module.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -25,6 +27,11 @@ def storage_key(tensor: Tensor) -> int:
 def version(tensor: Tensor) -> int:
     """How often a tensor's memory has been written in place; inference tensors do not count, so 0 stands for them."""
     return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def unseen_write(tensor: Tensor) -> AbstractContextManager[None]:
+    """Context in which writing to a tensor does not count: an activation checkpoint around a block has saved it."""
+    return nullcontext() if tensor.is_inference() else _unsafe_preserve_version_counter(tensor)
 
 
 def is_view(tensor: Tensor) -> bool:

@@ -4,20 +4,19 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
 
-Row = tuple[Any, ...]
 Pair = tuple[tuple[int, Any], tuple[int, Any]]
 """Two columns and their values."""
 
 
-def pairs_of(row: Row) -> set[Pair]:
+def pairs_of(row: tuple[Any, ...]) -> set[Pair]:
     return set(combinations(enumerate(row), 2))
 
 
-def all_rows(columns: Iterable[Sequence[Any]], valid: Callable[..., bool]) -> list[Row]:
+def all_rows(columns: Iterable[Sequence[Any]], valid: Callable[..., bool]) -> list[tuple[Any, ...]]:
     return [row for row in product(*columns) if valid(*row)]
 
 
-def all_pairs(columns: Iterable[Sequence[Any]], valid: Callable[..., bool]) -> list[Row]:
+def all_pairs(columns: Iterable[Sequence[Any]], valid: Callable[..., bool]) -> list[tuple[Any, ...]]:
     """Choose valid rows, each time one with most pairs that none before it has, until every pair of a valid row is there.
 
     Args:

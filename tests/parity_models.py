@@ -5,14 +5,21 @@ their number as ``loss_weight``.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from transformers import ViTConfig, ViTForImageClassification
 
 from examples.gpt import GPT
@@ -107,7 +114,7 @@ class Perceptron(Classifier):
     def __init__(self, weighted: bool) -> None:
         super().__init__(weighted)
         widths = [FEATURES] + [WIDTH] * DEPTH
-        hidden = [layer for a, b in zip(widths, widths[1:]) for layer in (nn.Linear(a, b), nn.Tanh())]  # noqa: B905, RUF007
+        hidden = [layer for sizes in pairwise(widths) for layer in (nn.Linear(*sizes), nn.Tanh())]
         self.layers = nn.Sequential(*hidden, nn.Linear(WIDTH, CLASSES))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -210,6 +217,8 @@ def gpt2(weighted: bool) -> LightningModule:
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     return LanguageModel(GPT2LMHeadModel(config), weighted)
 

@@ -1,6 +1,7 @@
-"""One row of the parity table: a fit over a layout, and the fit in one process that it must equal."""
+"""One row of the parity table: a fit over several processes, and the fit in one process that it must equal."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -9,11 +10,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_hybrid import HybridPTDPStrategy
-from tests.parity_models import make, make_batch
+from tests.parity_models import make, make_batch, weight_of
 
 
 class Layout(NamedTuple):
-    """Sizes of the axes."""
+    """How a model is spread."""
 
     pipeline: int
     data: int
@@ -26,7 +27,7 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """Data of a fit: the samples of each global batch, and what is done with them."""
+    """Data of a fit: the samples of each batch over all replicas, and what is done with them. Each makes three steps."""
 
     sizes: tuple[int, ...]
     micro_batches: int = 4
@@ -36,15 +37,16 @@ class Case:
     def batches(self, model: str) -> list[Any]:
         return [make_batch(model, self.weighted, size, seed) for seed, size in enumerate(self.sizes)]
 
-    def windows(self) -> list[tuple[int, int]]:
-        """First batch and end of each accumulation window."""
-        return [(i, min(i + self.accumulate, len(self.sizes))) for i in range(0, len(self.sizes), self.accumulate)]
+    def windows(self, items: list[Any]) -> list[list[Any]]:
+        """What belongs to each optimizer step."""
+        return [items[first : first + self.accumulate] for first in range(0, len(items), self.accumulate)]
 
 
 CASES = {
     "even": Case((8, 8, 8)),
     "short-batch": Case((8, 8, 5)),
     "uneven-micro": Case((7, 11, 7), micro_batches=3),
+    "one-micro": Case((8, 7, 8), micro_batches=1),
     "weighted": Case((8, 7, 5), weighted=True),
     "window": Case((8, 6, 6, 6, 5), accumulate=2),
     "weighted-window": Case((8, 6, 6, 7, 5), accumulate=2, weighted=True),
@@ -60,37 +62,39 @@ class Row(NamedTuple):
     zero_stage: int
     case: str
 
-    @property
-    def name(self) -> str:
+    def __str__(self) -> str:
         return f"{self.model}-{'x'.join(map(str, self.layout))}-{self.schedule}-zero{self.zero_stage}-{self.case}"
 
 
 class Outcome(NamedTuple):
-    """What a fit shows: for each batch every loss that a user sees, those of the epoch, and the weights on rank 0."""
+    """What a rank sees of a fit.
 
-    batches: list[dict[str, Tensor]]
+    Attributes:
+        losses: For each batch (or step, see `by_step`), what `training_step` returned and what it logged.
+        epoch: What it logged, over the epoch.
+        weights: The whole model's state, on rank 0.
+    """
+
+    losses: list[dict[str, Tensor]]
     epoch: dict[str, Tensor]
     weights: dict[str, Tensor]
 
 
-class Losses(Callback):
-    """Keeps what `training_step` returned and what it logged.
-
-    It clips the second step's gradients alone: the scale of clipped ones does not show in the weights.
-    """
+class Observer(Callback):
+    """Keeps the losses, and lets only the second step clip: the scale of clipped gradients does not show in the weights."""
 
     def __init__(self) -> None:
-        self.batches: list[dict[str, Tensor]] = []
+        self.losses: list[dict[str, Tensor]] = []
 
     def on_before_optimizer_step(self, trainer: Trainer, *args: Any) -> None:
         trainer.gradient_clip_val = 0.1 if trainer.global_step == 1 else 1e9
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *args: Any) -> None:
-        self.batches.append({"returned": outputs["loss"].clone(), **trainer.callback_metrics})
+        self.losses.append({"returned": outputs["loss"].clone(), **trainer.callback_metrics})
 
 
 class Slices(LightningDataModule):
-    """Gives each replica its part of every global batch."""
+    """Gives each replica its part of every batch."""
 
     def __init__(self, batches: list[Any]) -> None:
         super().__init__()
@@ -98,25 +102,30 @@ class Slices(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         place = getattr(self.trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
-        parts = [take(batch, place["rank"], place["num_replicas"]) for batch in self.batches]
-        return DataLoader(parts, batch_size=None)
+        return DataLoader([take(batch, **place) for batch in self.batches], batch_size=None)
 
 
-def take(batch: Any, part: int, parts: int) -> Any:
+def take(batch: Any, rank: int, num_replicas: int) -> Any:
     if isinstance(batch, Tensor):
-        return batch.tensor_split(parts)[part]
-    return {name: take(value, part, parts) for name, value in batch.items()}
+        return batch.tensor_split(num_replicas)[rank]
+    return {name: take(value, rank, num_replicas) for name, value in batch.items()}
+
+
+def join(batches: list[Any]) -> Any:
+    if isinstance(batches[0], Tensor):
+        return torch.cat(batches)
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
 def fit(model: LightningModule, batches: list[Any], **options: Any) -> Outcome:
     """Fit for one epoch in float64."""
-    losses = Losses()
+    observer = Observer()
     trainer = Trainer(
         accelerator="cpu",
         precision="64-true",
         max_epochs=1,
-        gradient_clip_val=1e9,
-        callbacks=[losses],
+        gradient_clip_val=1.0,
+        callbacks=[observer],
         use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,
@@ -125,12 +134,17 @@ def fit(model: LightningModule, batches: list[Any], **options: Any) -> Outcome:
         **options,
     )
     trainer.fit(model, Slices(batches))
-    weights = {name: value.clone() for name, value in trainer.strategy.lightning_module_state_dict().items()}
-    return Outcome(losses.batches, dict(trainer.callback_metrics), weights)
+    assert trainer.global_step == 3
+    epoch = {name: value for name, value in trainer.callback_metrics.items() if name.endswith("_epoch")}
+    return Outcome(observer.losses, epoch, trainer.strategy.lightning_module_state_dict())
 
 
-def fit_row(row: Row) -> Outcome:
-    """A row's fit, on every rank."""
+def fit_rows(rows: list[Row]) -> list[Outcome]:
+    """Fit one row after the other; every rank calls it."""
+    return [_fit_row(row) for row in rows]
+
+
+def _fit_row(row: Row) -> Outcome:
     case, layout = CASES[row.case], row.layout
     strategy = HybridPTDPStrategy(
         pipeline_parallel_size=layout.pipeline,
@@ -146,3 +160,29 @@ def fit_row(row: Row) -> Outcome:
         strategy=strategy,
         accumulate_grad_batches=case.accumulate,
     )
+
+
+@cache
+def reference(model: str, case_name: str) -> Outcome:
+    """Plain Lightning in one process. Where steps return weights, a window is one big batch: Lightning has no such rule."""
+    case = CASES[case_name]
+    batches = case.batches(model)
+    if not case.weighted:
+        return fit(make(model, False), batches, devices=1, accumulate_grad_batches=case.accumulate)
+    return fit(make(model, True), [join(window) for window in case.windows(batches)], devices=1)
+
+
+def by_step(outcome: Outcome, row: Row) -> Outcome:
+    """With weights, combine the losses of each window into those of one big batch."""
+    case = CASES[row.case]
+    if not case.weighted:
+        return outcome
+    windows = zip(case.windows(outcome.losses), case.windows(case.batches(row.model)), strict=True)
+    losses = [_weighted_mean(losses, [weight_of(batch) for batch in batches], case) for losses, batches in windows]
+    return outcome._replace(losses=losses)
+
+
+def _weighted_mean(losses: list[dict[str, Tensor]], weights: list[int], case: Case) -> dict[str, Tensor]:
+    total = sum(weights)
+    mean = {name: sum(n * loss[name] for n, loss in zip(weights, losses, strict=True)) / total for name in losses[0]}
+    return mean | {"returned": mean["returned"] * case.accumulate}  # Lightning has divided what it passes on by that

@@ -1,13 +1,17 @@
 """Small float64 LightningModules over a list of blocks, and fits of them in one process or on every rank of a launch."""
 
+import re
+
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_hybrid import HybridPTDPStrategy
+from tests.launch import run_trainers
 
 WIDTH = 6
 LAYOUTS = [(2, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 1)]  # pipeline, data, chunks
@@ -57,9 +61,11 @@ def samples(number, seed=0):
     return TensorDataset(x, x.sin().sum(1, keepdim=True) + torch.arange(number)[:, None] / number)
 
 
-def loader(number, batch_size, seed=0):
-    """Batches in order; under data parallelism the replicas' batches together are one of a loader of all of them."""
-    return DataLoader(samples(number, seed), batch_size)
+def loader(number, batch_size, data=1, seed=0):
+    """Batches of `batch_size` samples over all replicas, in order; Lightning's own sampler would shuffle them."""
+    dataset = samples(number, seed)
+    share = DistributedSampler(dataset, data, dist.get_rank() % data, shuffle=False) if data > 1 else None
+    return DataLoader(dataset, batch_size // data, sampler=share)
 
 
 def hybrid(pipeline=2, chunks=1, microbatches=2, **options):
@@ -83,3 +89,45 @@ def fit(module, train, strategy="auto", val=None, **options):
 def weights(trainer):
     """The whole model's state: on rank 0, or in one process; empty on other ranks."""
     return trainer.strategy.lightning_module_state_dict()
+
+
+def refusal(model, options, microbatches=2):
+    """On a rank: what fit says, and whether nothing was trained before."""
+    module, trainer = model(), trainer_of(hybrid(microbatches=microbatches, **options))
+    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        trainer.fit(module, loader(8, 4))
+    same = all(torch.equal(before[name], parameter) for name, parameter in module.named_parameters())
+    return str(caught.value), trainer.global_step == 0 and same
+
+
+def check_refused(model, pattern, size=2, **options):
+    """Every rank says what the pattern asks for, and none has trained."""
+    for message, untouched in run_trainers(size, refusal, model, options, timeout=30):
+        assert re.search(pattern, message, re.DOTALL), f"{message}\n\ndoes not match\n\n{pattern}"
+        assert untouched
+
+
+def trained(model, options, data=1):
+    """On a rank: the weights after an epoch of two batches, and how many steps it took."""
+    trainer = fit(model(), loader(8, 4, data), hybrid(**options))
+    return weights(trainer), trainer.global_step
+
+
+def check_exact(model, size=2, **options):
+    """The ranks train as one process does with an ordinary strategy."""
+    data = size // options.get("pipeline", 2)
+    found, steps = run_trainers(size, trained, model, options, data)[0]
+    reference = fit(model(), loader(8, 4))
+    assert steps == reference.global_step
+    torch.testing.assert_close(found, dict(weights(reference)))
+
+
+def loss_of_two_epochs(model, options):
+    """On a rank: the error of a fit, or whether all of its losses and weights were finite."""
+    module = model()
+    try:
+        trainer = fit(module, loader(8, 4), hybrid(**options), max_epochs=2)
+    except RuntimeError as error:
+        return str(error)
+    return all(bool(value.isfinite().all()) for value in weights(trainer).values())

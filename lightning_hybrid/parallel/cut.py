@@ -31,6 +31,8 @@ class StageCut:
         stand_ins: What took the place of absent parameters, by name.
         ancestors: Names of the modules that contain blocks.
         guarded: (module, attribute) that blocks set while they run, readable by their own stage only.
+        written_buffers: Buffers that blocks write while they run, with their stage.
+        searched: A training probe has looked for values held where no module shows them.
     """
 
     def __init__(
@@ -58,6 +60,8 @@ class StageCut:
         self.block_stages: dict[str, set[int]] = {}
         self.stand_ins: dict[str, Tensor] = {}
         self.guarded: set[tuple[str, str]] = set()
+        self.written_buffers: dict[str, int] = {}
+        self.searched = False
         self.gates: list[Gate] = []
         self._find_owners()
         self._add_gates()

@@ -90,6 +90,16 @@ class Engine:
                 self._plans[key] = self._probe(step, index, training)
         return [self._plans[key] for key in step.keys]
 
+    def recheck(self, step: Step, *, training: bool) -> None:
+        """Probe a batch again whose loss is NaN: it may have taken a path that no probe saw.
+
+        Raises:
+            RuntimeError: If a value of another stage was used.
+        """
+        if self.cut is not None:
+            for index, key in enumerate(step.keys):
+                self._plans[key] = self._probe(step, index, training)
+
     def settle(self) -> Ownership | None:
         """After the first training probe: each rank keeps what its stages read, sharded over the data axis.
 

@@ -33,6 +33,13 @@ class TensorSpec:
         """An uninitialised tensor that looks like the one described and needs no gradient."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
+    def unknown(self, device: torch.device) -> Tensor:
+        """The same with one element NaN, so that its use on a path that no probe saw cannot pass unnoticed."""
+        tensor = self.empty(device)
+        if tensor.is_floating_point() and tensor.numel():
+            tensor.as_strided((1,), (1,)).fill_(torch.nan)
+        return tensor
+
     def buffer(self, device: torch.device) -> Tensor:
         """A contiguous buffer to receive it into."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
@@ -76,7 +83,7 @@ class Output:
 
     def make(self, device: torch.device) -> Any:
         """A value of the same structure whose tensors hold nothing."""
-        leaves = [leaf.empty(device) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
+        leaves = [leaf.unknown(device) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
         return unflatten(leaves, self.node)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.parallel.cut import StageCut
-from lightning_hybrid.parallel.gates import guard_attribute
 from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.plan import Call, Output, Plan, TensorSpec
 from lightning_hybrid.parallel.probe_run import ProbeRun
-from lightning_hybrid.parallel.provenance import LIVE, tensors_of
+from lightning_hybrid.parallel.recorded import Recorded, find_recorded, guard, refuse_hidden
 from lightning_hybrid.parallel.run import Result
 from lightning_hybrid.parallel.snapshot import Snapshot
 
@@ -33,7 +31,7 @@ class Header:
     num_arguments: int = 0
     specs: tuple[TensorSpec, ...] = ()
     payload: list[Tensor] = field(default_factory=list)
-    recorded: list[tuple[str, str]] = field(default_factory=list)
+    recorded: Recorded = field(default_factory=Recorded)
     failure: str | None = None
 
 
@@ -74,6 +72,7 @@ def probe(cut: StageCut, mesh: Mesh, key: Hashable, run_stage: RunStage, *, trai
                 error, header = caught, Header(failure=f"stage {stage}: {type(caught).__name__}: {caught}")
         if stage + 1 < cut.num_stages:
             dist.send_object_list([header], dst=mesh.rank_of_stage(stage + 1), group=mesh.pipeline_group)
+    cut.searched = cut.searched or training
     _agree(cut, mesh, probed, error, header.failure)
     return probed
 
@@ -87,16 +86,18 @@ def _probe_stage(
         tensor.to(cut.device).requires_grad_(spec.requires_grad and torch.is_grad_enabled())
         for tensor, spec in zip(header.payload, header.specs, strict=True)
     ]
-    _guard(cut, header.recorded)
+    guard(cut, header.recorded)
     run = ProbeRun(cut, stage, plan, payload, num_arguments=header.num_arguments, training=training)
     with Snapshot(cut.root, cut.device) as snapshot:
         result = run_stage(run)
-        recorded = _recorded(cut, run, snapshot)
-    _guard(cut, recorded)
+        recorded = find_recorded(cut, run, snapshot)
+        if training and not cut.searched:
+            refuse_hidden(cut, run, result.payload)
+    guard(cut, recorded)
     plan.weighted = isinstance(result.output, Mapping) and "loss_weight" in result.output
     probed.plans[stage], probed.needed[stage] = plan, run.needed
     sent = [tensor.detach().cpu() for tensor in result.payload]
-    return Header(plan.outputs, plan.exit, run.num_arguments, plan.sent, sent, [*header.recorded, *recorded])
+    return Header(plan.outputs, plan.exit, run.num_arguments, plan.sent, sent, recorded.after(header.recorded))
 
 
 def _receive(mesh: Mesh, stage: int) -> Header:
@@ -104,41 +105,6 @@ def _receive(mesh: Mesh, stage: int) -> Header:
     dist.recv_object_list(box, src=mesh.rank_of_stage(stage - 1), group=mesh.pipeline_group)
     header: Header = box[0]
     return header
-
-
-def _recorded(cut: StageCut, run: ProbeRun, snapshot: Snapshot) -> list[tuple[str, str]]:
-    """Attributes that owned blocks set on the way.
-
-    Raises:
-        RuntimeError: If a value of this stage is left on a module that contains blocks, where a later stage may read
-            it.
-    """
-    recorded: list[tuple[str, str]] = []
-    for position in run.blocks:
-        block = cut.blocks[position]
-        for name, module in cut.root.get_submodule(block).named_modules(prefix=block):
-            recorded += [(name, attribute) for attribute, _ in snapshot.changed(module)]
-    if not run.is_last:
-        for name in sorted(cut.ancestors):
-            for attribute, value in snapshot.changed(cut.root.get_submodule(name)):
-                if any(run.provenance.of(tensor) & LIVE for tensor in tensors_of(value)):
-                    raise RuntimeError(
-                        f"{(name + '.') if name else 'self.'}{attribute} keeps a value of stage {run.stage} (blocks "
-                        f"{cut.blocks[run.blocks.start]} to {cut.blocks[run.blocks.stop - 1]}), and the code after "
-                        f"{cut.blocks[-1]} runs on another stage, where it is missing. Values recorded on the side do "
-                        "not cross stages: pass them through the blocks, or add a loss made inside a block with "
-                        "lightning_hybrid.add_auxiliary_loss(x, loss)."
-                    )
-    return recorded
-
-
-def _guard(cut: StageCut, recorded: list[tuple[str, str]]) -> None:
-    """Let attributes that blocks set on the way be read only by the stage that set them."""
-    for name, attribute in set(recorded) - cut.guarded:
-        cut.guarded.add((name, attribute))
-        position = next(i for i, block in enumerate(cut.blocks) if f"{name}.".startswith(f"{block}."))
-        readable = partial(cut.is_readable, cut.stage_of_block(position))
-        guard_attribute(cut.root.get_submodule(name), name, attribute, readable)
 
 
 def _agree(cut: StageCut, mesh: Mesh, probed: Probed, error: Exception | None, failure: str | None) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_hybrid.compat import version
+from lightning_hybrid.compat import is_view, version
 from lightning_hybrid.functional.trees import flatten, leaves_of
 from lightning_hybrid.parallel.auxiliary import auxiliary_listener
 from lightning_hybrid.parallel.cut import StageCut
@@ -117,8 +117,8 @@ class ProbeRun(StageRun):
         if isinstance(leaf, Tensor) and leaf.shape == received.shape:
             whole = leaf.untyped_storage().nbytes() == leaf.numel() * leaf.element_size()
             try:
-                if not whole:  # the rest of the memory stays unknown, so the variable outside must stay so too
-                    raise RuntimeError
+                if not whole or (leaf.requires_grad and is_view(leaf)):
+                    raise RuntimeError  # the rest of its memory, or its old gradient, stays unknown
                 fill_in_place(leaf, received)
             except RuntimeError:
                 self.plan.replaced |= {index}
@@ -178,6 +178,9 @@ class ProbeRun(StageRun):
                 self.provenance.set(parameter, bit)
         for name, stand_in in self.cut.stand_ins.items():
             self.provenance.set(stand_in, self._absent_bit(name))
+        for name, stage in self.cut.written_buffers.items():
+            if stage != self.stage:
+                self.provenance.set(self.cut.root.get_buffer(name), self._absent_bit(name))
 
     def _absent_bit(self, name: str) -> int:
         if name not in self._absent:

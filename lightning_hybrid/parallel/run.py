@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.compat import is_view
+from lightning_hybrid.compat import is_view, unseen_write
 from lightning_hybrid.functional.trees import flatten, leaves_of, unflatten
 
 if TYPE_CHECKING:
@@ -193,5 +193,6 @@ def fill_in_place(dummy: Tensor, received: Tensor) -> None:
     """
     if dummy.requires_grad and not is_view(dummy):
         dummy.detach_()  # what empty tensors were computed from has no gradient
-    with torch.set_grad_enabled(received.requires_grad):
+    # a checkpoint around the block has kept the empty tensor, and is to recompute from the true value
+    with torch.set_grad_enabled(received.requires_grad), unseen_write(dummy):
         dummy.copy_(received)

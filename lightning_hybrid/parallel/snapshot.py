@@ -21,8 +21,7 @@ class Snapshot:
     """Context that restores buffers, plain attributes and random streams when it ends.
 
     Numbers and strings are set back, lists, dicts and sets get their old items again, tensors their old values.
-    Parameters and
-    optimizers are not touched: a dry run has no backward.
+    Parameters and optimizers are not touched: a dry run has no backward.
     """
 
     def __init__(self, root: nn.Module, device: torch.device) -> None:
@@ -32,7 +31,11 @@ class Snapshot:
     def __enter__(self) -> Snapshot:
         self._streams.__enter__()
         with torch.no_grad():
-            self._buffers = [(buffer, buffer.clone()) for buffer in self._root.buffers()]
+            self._buffers = [
+                (module, name, buffer, buffer.clone())
+                for module in self._root.modules()
+                for name, buffer in module.named_buffers(recurse=False)
+            ]
         self._attributes = [(module, _save(module)) for module in self._root.modules()]
         return self
 
@@ -40,11 +43,21 @@ class Snapshot:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         with torch.no_grad():
-            for buffer, value in self._buffers:
+            for module, name, buffer, value in self._buffers:
+                if getattr(module, name) is not buffer:
+                    setattr(module, name, buffer)
                 buffer.copy_(value)
         for module, saved in self._attributes:
             _restore(module, saved)
         self._streams.__exit__(kind, error, traceback)
+
+    def changed_buffers(self, module: nn.Module) -> list[str]:
+        """Buffers of the module that have another value, or are another tensor, than when the context began."""
+        return [
+            name
+            for other, name, buffer, value in self._buffers
+            if other is module and (getattr(module, name) is not buffer or not torch.equal(buffer, value))
+        ]
 
     def changed(self, module: nn.Module) -> list[tuple[str, Any]]:
         """Plain attributes that the module has now and had not, or had with another value, when the context began."""
@@ -66,9 +79,7 @@ def _save(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     for name, value in plain_attributes(module).items():
         if isinstance(value, CONTAINERS):
             saved[name] = value, copy.copy(value)
-        elif (
-            isinstance(value, Tensor) and 0 not in value.stride()
-        ):  # an expanded tensor is a stand-in, nobody writes it
+        elif isinstance(value, Tensor) and 0 not in value.stride():  # an expanded tensor is a stand-in
             saved[name] = value, value.detach().clone()
         else:
             saved[name] = value, value

@@ -26,6 +26,7 @@ CHECKED_BATCHES = 3  # batches of each kind of step whose equality over a replic
 Context = Callable[[], AbstractContextManager[Any]]
 
 
+MAX_RECHECKS = 3  # losses of NaN that are looked into; after that the training has simply diverged
 LOSS = "loss"
 
 
@@ -59,6 +60,7 @@ class StepRunner:
     _exchanges: dict[str, Exchange] = field(default_factory=dict)
     _checked: dict[str, int] = field(default_factory=dict)
     _window_weight: float = 0.0
+    _rechecks: int = 0
     _dropped: set[str] = field(default_factory=set)
 
     def train(
@@ -107,8 +109,11 @@ class StepRunner:
         )
         num_weighted, num_plain = sums
         self._finish_weights(num_weighted, num_plain, weight, first=first, last=last)
-        self._replay(combined, on_step=True)
         values = outputs(combined)
+        if self._rechecks < MAX_RECHECKS and LOSS in values and bool(values[LOSS].isnan()):
+            self._rechecks += 1
+            self.engine.recheck(step, training=True)
+        self._replay(combined, on_step=True)
         values.setdefault(LOSS, torch.zeros((), device=self.engine.mesh.device))
         return values if len(values) > 1 else values[LOSS]
 

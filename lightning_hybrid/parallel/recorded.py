@@ -1,0 +1,120 @@
+"""Values that a stage leaves on the side, where another stage's code may look for them in vain."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_hybrid.parallel.cut import StageCut
+from lightning_hybrid.parallel.gates import guard_attribute
+from lightning_hybrid.parallel.probe_run import ProbeRun
+from lightning_hybrid.parallel.provenance import LIVE, tensors_of
+from lightning_hybrid.parallel.snapshot import Snapshot, plain_attributes
+
+WAY_OUT = (
+    "Values recorded on the side do not cross stages: pass them through the blocks, or add a loss made inside a block "
+    "with lightning_hybrid.add_auxiliary_loss(x, loss)."
+)
+
+
+@dataclass
+class Recorded:
+    """What blocks set on themselves while they run.
+
+    Attributes:
+        attributes: (module, attribute) of plain attributes.
+        buffers: (module, buffer) of buffers.
+    """
+
+    attributes: list[tuple[str, str]] = field(default_factory=list)
+    buffers: list[tuple[str, str]] = field(default_factory=list)
+
+    def after(self, earlier: Recorded) -> Recorded:
+        """With what earlier stages set."""
+        return Recorded(earlier.attributes + self.attributes, earlier.buffers + self.buffers)
+
+
+def find_recorded(cut: StageCut, run: ProbeRun, snapshot: Snapshot) -> Recorded:
+    """What the blocks of a stage set on the way.
+
+    Raises:
+        RuntimeError: If a stage before the last leaves a value on a module outside its blocks or in a list or object.
+    """
+    found, inside = Recorded(), set[int]()
+    for position in run.blocks:
+        block = cut.blocks[position]
+        for name, module in cut.root.get_submodule(block).named_modules(prefix=block):
+            inside.add(id(module))
+            found.attributes += [(name, attribute) for attribute, _ in snapshot.changed(module)]
+            found.buffers += [(name, buffer) for buffer in snapshot.changed_buffers(module)]
+    if not run.is_last:
+        for name, module in cut.root.named_modules():
+            if id(module) not in inside and not isinstance(module, Metric):
+                for attribute, value in snapshot.changed(module):
+                    if any(run.provenance.of(tensor) & LIVE for tensor in tensors_of(value)):
+                        _refuse(cut, run, f"{(name + '.') if name else 'self.'}{attribute}")
+    return found
+
+
+def refuse_hidden(cut: StageCut, run: ProbeRun, payload: Iterable[Tensor]) -> None:
+    """Look in all Python lists and objects for values of a stage that its modules do not show.
+
+    Lists that hooks close over and objects that blocks and the model share are found through the garbage collector.
+
+    Raises:
+        RuntimeError: Naming the kind of the holder.
+    """
+    if run.is_last:
+        return
+    known = {id(value) for module in cut.root.modules() for value in plain_attributes(module).values()}
+    sent = {id(tensor) for tensor in payload}
+    alive = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    known.add(id(alive))
+    for tensor in alive:
+        if id(tensor) not in sent and run.provenance.of(tensor) & LIVE:
+            for holder in gc.get_referrers(tensor):
+                if id(holder) not in known and _is_users(holder, tensor):
+                    _refuse(cut, run, f"a {type(holder).__name__}")
+
+
+def guard(cut: StageCut, recorded: Recorded) -> None:
+    """Let attributes and buffers that blocks set on the way be read only by the stage that set them."""
+    for name, attribute in set(recorded.attributes) - cut.guarded:
+        cut.guarded.add((name, attribute))
+        readable = partial(cut.is_readable, _stage_of(cut, name))
+        guard_attribute(cut.root.get_submodule(name), name, attribute, readable)
+    for name, buffer in recorded.buffers:
+        cut.written_buffers[f"{name}.{buffer}"] = _stage_of(cut, name)
+
+
+def _stage_of(cut: StageCut, name: str) -> int:
+    return cut.stage_of_block(next(i for i, block in enumerate(cut.blocks) if f"{name}.".startswith(f"{block}.")))
+
+
+def _is_users(holder: Any, tensor: Tensor) -> bool:
+    """Whether a referrer is something that code of another stage could read: a list, a set or an ordinary object."""
+    if isinstance(holder, list | set | deque):
+        return True
+    if isinstance(holder, dict | tuple | FrameType | nn.Module | Tensor):
+        return False
+    return any(value is tensor for value in getattr(holder, "__dict__", {}).values()) and not _is_torchs(holder)
+
+
+def _is_torchs(holder: Any) -> bool:
+    return any(base.__module__.partition(".")[0] in ("torch", "lightning_hybrid") for base in type(holder).__mro__)
+
+
+def _refuse(cut: StageCut, run: ProbeRun, holder: str) -> None:
+    first, last = cut.blocks[run.blocks.start], cut.blocks[run.blocks.stop - 1]
+    raise RuntimeError(
+        f"{holder} keeps a value of stage {run.stage} (blocks {first} to {last}), and the code after {cut.blocks[-1]} "
+        f"runs on another stage, where it is missing. {WAY_OUT}"
+    )
