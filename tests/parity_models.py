@@ -1,7 +1,7 @@
 """Small models of nine kinds, each a plain LightningModule, and batches for them.
 
-A batch of a weighted case has a share of its labels missing, more in some samples than in others, and the model's step returns
-their number as ``loss_weight``.
+In a weighted case some samples count more than others: they have more labels, or a weight; the model's step returns the
+total as ``loss_weight``.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,9 @@ from transformers import (
     LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
 )
-from transformers import ViTConfig, ViTForImageClassification
 
 from examples.gpt import GPT
 

@@ -27,7 +27,7 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """Data of a fit: the samples of each batch over all replicas, and what is done with them. Each makes three steps."""
+    """Data of a fit, three steps of it: samples of each batch over all replicas, and what is done with them."""
 
     sizes: tuple[int, ...]
     micro_batches: int = 4
@@ -81,7 +81,7 @@ class Outcome(NamedTuple):
 
 
 class Observer(Callback):
-    """Keeps the losses, and lets only the second step clip: the scale of clipped gradients does not show in the weights."""
+    """Keeps the losses, and lets only the second step clip, because clipped gradients do not show a wrong scale."""
 
     def __init__(self) -> None:
         self.losses: list[dict[str, Tensor]] = []
@@ -164,7 +164,7 @@ def _fit_row(row: Row) -> Outcome:
 
 @cache
 def reference(model: str, case_name: str) -> Outcome:
-    """Plain Lightning in one process. Where steps return weights, a window is one big batch: Lightning has no such rule."""
+    """Plain Lightning in one process; with weights, which it does not know, each window is made one big batch."""
     case = CASES[case_name]
     batches = case.batches(model)
     if not case.weighted:

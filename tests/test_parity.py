@@ -32,7 +32,7 @@ def can_run(model: str, layout: Layout, schedule: str, zero_stage: int, case: st
 
 PRODUCT = [Row(*values) for values in all_rows(COLUMNS, can_run)]
 TABLE = [Row(*values) for values in all_pairs(COLUMNS, can_run)]
-MARKS = {row: pytest.mark.full for row in set(PRODUCT) - set(TABLE)}
+MARKS = dict.fromkeys(set(PRODUCT) - set(TABLE), pytest.mark.full)
 PARAMETERS = [pytest.param(row, id=str(row), marks=MARKS.get(row, ())) for row in PRODUCT]
 
 
@@ -70,6 +70,7 @@ def launches(request: pytest.FixtureRequest) -> Launches:
     return Launches(sorted(selected, key=PRODUCT.index))
 
 
+@pytest.mark.filterwarnings("ignore:You defined a .validation_step.")
 @pytest.mark.parametrize("row", PARAMETERS)
 def test_any_layout_gives_the_numbers_of_one_process(row, launches):
     same = partial(assert_close, rtol=1e-9, atol=1e-12)

@@ -7,6 +7,7 @@ is a leaf.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any
@@ -43,13 +44,27 @@ def map_leaves(function: Callable[[Any], Any], tree: object) -> Any:
     return unflatten([function(leaf) for leaf in leaves], node)
 
 
-def _describe(tree: Any, leaves: list[Any]) -> Node | None:
+def children_of(tree: Any) -> tuple[list[Any], Node | None]:
+    """The direct children of a container and its description, for which they are leaves; ([], None) for a leaf."""
+    if not is_container(tree):
+        return [], None
     if isinstance(tree, Mapping):
-        return Node(type(tree), tuple(tree.keys()), tuple(_describe(tree[key], leaves) for key in tree))
-    if type(tree) in (tuple, list) or _is_named_tuple(type(tree)):
-        return Node(type(tree), None, tuple(_describe(child, leaves) for child in tree))
-    leaves.append(tree)
-    return None
+        return [tree[key] for key in tree], Node(type(tree), tuple(tree.keys()), (None,) * len(tree))
+    return list(tree), Node(type(tree), None, (None,) * len(tree))
+
+
+def is_container(tree: object) -> bool:
+    """Whether `flatten` descends into it."""
+    kind = type(tree)
+    return isinstance(tree, Mapping) or kind in (tuple, list) or _is_named_tuple(kind) or _is_struct_sequence(kind)
+
+
+def _describe(tree: Any, leaves: list[Any]) -> Node | None:
+    children, node = children_of(tree)
+    if node is None:
+        leaves.append(tree)
+        return None
+    return Node(node.kind, node.keys, tuple(_describe(child, leaves) for child in children))
 
 
 def _build(take: Callable[[], Any], node: Node | None) -> Any:
@@ -59,12 +74,18 @@ def _build(take: Callable[[], Any], node: Node | None) -> Any:
     if node.keys is None:
         return node.kind(*children) if _is_named_tuple(node.kind) else node.kind(children)
     items = dict(zip(node.keys, children, strict=True))
-    if node.kind is dict:
+    if node.kind is dict or issubclass(node.kind, defaultdict):
         return items
     if is_dataclass(node.kind):  # transformers' ModelOutput is a mapping and a dataclass
         return node.kind(**{str(key): value for key, value in items.items()})
-    return node.kind(items)
+    kind: Any = node.kind
+    return kind(items)
 
 
 def _is_named_tuple(kind: type) -> bool:
     return issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+def _is_struct_sequence(kind: type) -> bool:
+    """Such as torch.return_types.topk."""
+    return issubclass(kind, tuple) and hasattr(kind, "n_sequence_fields")

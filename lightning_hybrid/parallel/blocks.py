@@ -26,6 +26,9 @@ def find_block_lists(root: nn.Module, pipeline_layers: str | Sequence[str] | Non
         names = [pipeline_layers] if isinstance(pipeline_layers, str) else list(pipeline_layers)
         for name in names:
             _check_list(root, name)
+        for index, name in enumerate(names):
+            if any(_nested(name, other) for other in names[:index]):
+                raise ValueError(f"pipeline_layers={names} names a list twice, or one that lies inside another.")
         return names
     sizes = {
         name: num_parameters(module)

@@ -93,8 +93,10 @@ class StageCut:
 
     def refresh(self) -> None:
         """Look the parameters up again, after something (`fully_shard`) has replaced them."""
-        present = dict(self.root.named_parameters())
-        self.parameters = {name: present[name] for name in self.parameters}
+        present = dict(self.root.named_parameters(remove_duplicate=False))
+        self.parameters = {
+            name: next(present[known] for known in self.names_of(name) if known in present) for name in self.parameters
+        }
 
     def _find_owners(self) -> None:
         prefixes = {f"{block}.": self.stage_of_block(position) for position, block in enumerate(self.blocks)}

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -147,10 +146,3 @@ class Sharded:
 def _set_last(module: FSDPModule, *, last: bool) -> None:
     module.set_requires_gradient_sync(last, recurse=False)
     module.set_reshard_after_backward(last, recurse=False)
-
-
-def broadcast_state(tensors: Iterable[Tensor], source: int, group: Any) -> None:
-    """Give all ranks of a group the values of `source`, a world rank."""
-    with torch.no_grad():
-        for tensor in tensors:
-            torch.distributed.broadcast(tensor.detach(), source, group=group)

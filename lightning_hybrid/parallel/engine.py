@@ -206,7 +206,7 @@ class Engine:
         return Streams(self.mesh.device) if self.cut is not None else nullcontext()
 
     def _start_streams(self, step: Step, micro_batch: int) -> None:
-        Streams.seed(self._seed, *step.name, micro_batch, self.mesh.data_rank)
+        Streams(self.mesh.device).seed(self._seed, *step.name, micro_batch, self.mesh.data_rank)
 
     def _lower(self, schedule: list[list[Action]]) -> list[list[Action]]:
         return lower(schedule, self.num_stages)

@@ -84,7 +84,7 @@ class GateKeeper:
         """
         seed = self.draw_seed()
         with fork_random_streams(self.device):
-            torch.manual_seed(seed)
+            seed_random_streams(seed, self.device)
             return proceed(*args, **kwargs)
 
     @staticmethod
@@ -98,6 +98,16 @@ def fork_random_streams(device: torch.device) -> AbstractContextManager[None]:
     if device.type == "cpu":
         return torch.random.fork_rng([])
     return torch.random.fork_rng([device.index or 0], device_type=device.type)
+
+
+def seed_random_streams(seed: int, device: torch.device) -> None:
+    """Start torch's streams, the CPU's and the device's.
+
+    `torch.manual_seed` also formats a call stack for each kind of device that is not there, up to a millisecond a call.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def add_gate(module: nn.Module, gate: Gate) -> None:
@@ -129,9 +139,9 @@ def guard_attribute(module: nn.Module, name: str, attribute: str, readable: Call
                 "read. Values recorded on the side do not cross stages: pass them through the blocks, or add a loss "
                 "made inside a block with lightning_hybrid.add_auxiliary_loss(x, loss)."
             )
-        if attribute not in self.__dict__:
-            raise AttributeError(attribute)
-        return self.__dict__[attribute]
+        if attribute in self.__dict__:
+            return self.__dict__[attribute]
+        return getattr(super(guarded, self), attribute)  # a default of the class, or its AttributeError
 
     def write(self: nn.Module, value: object) -> None:
         self.__dict__[attribute] = value
@@ -139,7 +149,8 @@ def guard_attribute(module: nn.Module, name: str, attribute: str, readable: Call
     def delete(self: nn.Module) -> None:
         del self.__dict__[attribute]
 
-    module.__class__ = _subclass(type(module), {attribute: property(read, write, delete)})
+    guarded = _subclass(type(module), {attribute: property(read, write, delete)})
+    module.__class__ = guarded
 
 
 def _subclass(base: type, members: dict[str, Any]) -> type:

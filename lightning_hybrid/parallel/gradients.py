@@ -76,6 +76,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], *, norm_type: float = 2.0,
         Scalar float64, equal on all ranks.
     """
     gradients = [local(p.grad).detach() for p in parameters if p.grad is not None]
+    gradients = [gradient for gradient in gradients if gradient.numel()]  # a shard may be empty
     norms = [
         torch.linalg.vector_norm(g, norm_type, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients
     ]

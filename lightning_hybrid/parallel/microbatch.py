@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.functional.trees import flatten, unflatten
+from lightning_hybrid.functional.trees import children_of, flatten, unflatten
 
 
 def batch_size(batch: object) -> int:
@@ -73,11 +73,8 @@ def _mark_samples(tree: Any, num_samples: int) -> Any:
     """The same tree, with lists and tuples that hold one thing without tensors for each sample turned into leaves."""
     if isinstance(tree, list | tuple) and len(tree) == num_samples and not any(_holds_tensor(x) for x in tree):
         return _Samples(tree)
-    if type(tree) is dict:
-        return {key: _mark_samples(value, num_samples) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_mark_samples(value, num_samples) for value in tree)
-    return tree
+    children, node = children_of(tree)
+    return tree if node is None else unflatten([_mark_samples(child, num_samples) for child in children], node)
 
 
 def _holds_tensor(tree: object) -> bool:

@@ -80,6 +80,8 @@ def _partition(mesh: Mesh, ranks: tuple[int, ...]) -> list[list[int]]:
 
 def _close_gates(cut: StageCut) -> None:
     """Modules outside the blocks that have lost a parameter cannot run here any more."""
+    held = {id(stand_in) for stand_in in cut.stand_ins.values()}
     for gate in cut.gates:
         if gate.position is None:
-            gate.owned = not any(f"{name}.".startswith(f"{gate.name}.") for name in cut.stand_ins)
+            modules = cut.root.get_submodule(gate.name).modules()
+            gate.owned = not any(id(value) in held for module in modules for value in vars(module).values())

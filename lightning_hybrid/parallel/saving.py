@@ -40,15 +40,18 @@ def gather_model_state(engine: Engine, keys: list[str]) -> dict[str, Any]:
     return {key: state[key] for key in keys}
 
 
-def gather_optimizer_state(engine: Engine, optimizer: Optimizer, names: list[list[str]]) -> dict[str, Any]:
+def gather_optimizer_state(
+    engine: Engine, optimizer: Optimizer, names: list[list[str]], given: list[list[str] | None]
+) -> dict[str, Any]:
     """An optimizer's state as one process would have it, on world rank 0; every rank must call it.
 
     Args:
         engine: This rank's engine.
         optimizer: The optimizer over this rank's parameters.
         names: Parameters of each group over the whole model.
+        given: The names that the optimizer itself knows them by, if it does.
     """
-    parameters = dict(engine.root.named_parameters())
+    parameters = engine.cut.parameters if engine.cut else dict(engine.root.named_parameters())
     mine = {
         name: {key: whole(value) for key, value in optimizer.state[parameter].items()}
         for name, parameter in parameters.items()
@@ -60,10 +63,11 @@ def gather_optimizer_state(engine: Engine, optimizer: Optimizer, names: list[lis
     found = {name: state for part in parts for name, state in part.items()}
     order = [name for group in names for name in group]
     groups, start = [], 0
-    for group, members in zip(optimizer.param_groups, names, strict=True):
+    for group, members, own_names in zip(optimizer.param_groups, names, given, strict=True):
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         indices = list(range(start, start + len(members)))
-        groups.append({**options, "params": indices, "param_names": list(members)})
+        named = {} if own_names is None else {"param_names": list(own_names)}
+        groups.append({**options, "params": indices, **named})
         start += len(members)
     return {"state": {i: found[name] for i, name in enumerate(order) if name in found}, "param_groups": groups}
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-from collections import deque
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_hybrid.parallel.frozen import Frozen
 from lightning_hybrid.parallel.gates import GATE, fork_random_streams
 
-SIMPLE = (bool, int, float, str, type(None))
-CONTAINERS = (list, dict, set, deque)
 INTERNAL = frozenset(vars(nn.Module())) - {"training"}  # nn.Module's own registries
 
 
@@ -36,7 +33,7 @@ class Snapshot:
                 for module in self._root.modules()
                 for name, buffer in module.named_buffers(recurse=False)
             ]
-        self._attributes = [(module, _save(module)) for module in self._root.modules()]
+        self._attributes = [(module, freeze_attributes(module)) for module in self._root.modules()]
         return self
 
     def __exit__(
@@ -48,7 +45,11 @@ class Snapshot:
                     setattr(module, name, buffer)
                 buffer.copy_(value)
         for module, saved in self._attributes:
-            _restore(module, saved)
+            for name in plain_attributes(module):
+                if name not in saved:
+                    del module.__dict__[name]
+            for name, frozen in saved.items():
+                module.__dict__[name] = frozen.thaw()
         self._streams.__exit__(kind, error, traceback)
 
     def changed_buffers(self, module: nn.Module) -> list[str]:
@@ -65,7 +66,7 @@ class Snapshot:
         return [
             (name, value)
             for name, value in plain_attributes(module).items()
-            if name not in saved or _differs(saved[name][0], saved[name][1], value)
+            if name not in saved or saved[name].differs(value)
         ]
 
 
@@ -74,41 +75,6 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in INTERNAL and name != GATE}
 
 
-def _save(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    saved: dict[str, tuple[Any, Any]] = {}
-    for name, value in plain_attributes(module).items():
-        if isinstance(value, CONTAINERS):
-            saved[name] = value, copy.copy(value)
-        elif isinstance(value, Tensor) and 0 not in value.stride():  # an expanded tensor is a stand-in
-            saved[name] = value, value.detach().clone()
-        else:
-            saved[name] = value, value
-    return saved
-
-
-def _restore(module: nn.Module, saved: dict[str, tuple[Any, Any]]) -> None:
-    for name in plain_attributes(module):
-        if name not in saved:
-            del module.__dict__[name]
-    for name, (original, value) in saved.items():
-        if isinstance(original, CONTAINERS):
-            _refill(original, value)
-        elif original is not value:
-            original = value
-        module.__dict__[name] = original
-
-
-def _refill(container: Any, items: Any) -> None:
-    container.clear()
-    if isinstance(container, list | deque):
-        container.extend(items)
-    else:
-        container.update(items)
-
-
-def _differs(original: Any, saved: Any, value: Any) -> bool:
-    if value is not original:
-        return not (isinstance(value, SIMPLE) and value == saved)
-    if isinstance(value, CONTAINERS):
-        return len(value) != len(saved) or any(a is not b for a, b in zip(value, saved, strict=True))
-    return isinstance(value, Tensor) and not torch.equal(value, saved)
+def freeze_attributes(module: nn.Module) -> dict[str, Frozen]:
+    """The state of a module's plain attributes."""
+    return {name: Frozen(value) for name, value in plain_attributes(module).items()}

@@ -9,7 +9,7 @@ from types import TracebackType
 import numpy
 import torch
 
-from lightning_hybrid.parallel.gates import fork_random_streams
+from lightning_hybrid.parallel.gates import fork_random_streams, seed_random_streams
 
 
 def derived_seed(*parts: object) -> int:
@@ -37,10 +37,9 @@ class Streams:
         random.setstate(self._python)
         numpy.random.set_state(self._numpy)
 
-    @staticmethod
-    def seed(*parts: object) -> None:
+    def seed(self, *parts: object) -> None:
         """Start torch's, Python's and NumPy's streams from a seed derived from `parts`."""
         seed = derived_seed(*parts)
-        torch.manual_seed(seed)
+        seed_random_streams(seed, self._device)
         random.seed(seed)
         numpy.random.seed(seed % 2**32)

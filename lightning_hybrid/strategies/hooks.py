@@ -8,13 +8,11 @@ taken from the last stage too and combined over the replicas.
 
 from __future__ import annotations
 
-import copy
 import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -22,7 +20,8 @@ from torch import Tensor
 
 from lightning_hybrid.functional.trees import map_leaves
 from lightning_hybrid.parallel.engine import Engine
-from lightning_hybrid.parallel.snapshot import CONTAINERS, SIMPLE, plain_attributes
+from lightning_hybrid.parallel.frozen import CONTAINERS, SIMPLE, Frozen
+from lightning_hybrid.parallel.snapshot import plain_attributes
 from lightning_hybrid.strategies.records import Exchange, Recorder, replay
 
 STAGES = ("train", "validation", "test")
@@ -69,7 +68,9 @@ class SharedHooks:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             if name in GATHERING:
                 self._copy_from_last_stage()
-            if name not in LOGGING:
+            if name not in LOGGING or "log" in vars(
+                self._module
+            ):  # in a hook that calls another, the outer one records
                 return hook(*args, **kwargs)
             recorder = Recorder(self._module, None, self._engine.mesh.device)
             with recorder.recording(1):
@@ -82,8 +83,8 @@ class SharedHooks:
 
         return wrapped
 
-    def _copies(self) -> dict[str, Any]:
-        return {name: copy.copy(value) for name, value in self._shareable().items()}
+    def _copies(self) -> dict[str, Frozen]:
+        return {name: Frozen(value) for name, value in self._shareable().items()}
 
     def _shareable(self) -> dict[str, Any]:
         kinds = (*CONTAINERS, *SIMPLE, Tensor)
@@ -110,17 +111,7 @@ class SharedHooks:
                 self._set(name, map_leaves(self._to_device, pickle.loads(packed)))
 
     def _has_changed(self, name: str, value: Any) -> bool:
-        if name not in self._baseline:
-            return True
-        old = self._baseline[name]
-        if isinstance(value, Tensor):
-            return value is not old and not (
-                isinstance(old, Tensor) and value.shape == old.shape and torch.equal(value, old)
-            )
-        if isinstance(value, CONTAINERS):
-            same = type(old) is type(value) and len(old) == len(value) and _same_items(old, value)
-            return not same
-        return bool(type(old) is not type(value) or old != value)
+        return name not in self._baseline or self._baseline[name].differs(value)
 
     def _set(self, name: str, value: Any) -> None:
         held = vars(self._module).get(name)
@@ -134,12 +125,6 @@ class SharedHooks:
 
     def _to_device(self, leaf: Any) -> Any:
         return leaf.to(self._engine.mesh.device) if isinstance(leaf, Tensor) else leaf
-
-
-def _same_items(old: Any, new: Any) -> bool:
-    if isinstance(old, dict):
-        return list(old) == list(new) and all(old[key] is new[key] for key in old)
-    return all(a is b for a, b in zip(old, new, strict=True))
 
 
 def _packed(value: Any) -> bytes | None:

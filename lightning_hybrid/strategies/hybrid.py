@@ -285,7 +285,8 @@ class HybridPTDPStrategy(ProcessStrategy):
         assembly = self.assembly
         assert assembly.groups is not None
         bare = getattr(optimizer, "optimizer", optimizer)
-        return gather_optimizer_state(assembly.engine, bare, assembly.groups.names[self.optimizers.index(bare)])
+        index, groups = self.optimizers.index(bare), assembly.groups
+        return gather_optimizer_state(assembly.engine, bare, groups.names[index], groups.given[index])
 
     def timeline(self) -> list[Event]:
         """Measured times of the last step's actions on all ranks of this replica's pipeline; all ranks must call it.

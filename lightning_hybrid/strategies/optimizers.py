@@ -15,6 +15,10 @@ class ParameterGroups:
         optimizers: As `configure_optimizers` returned them, before the model was cut.
         module: The whole model.
 
+    Attributes:
+        names: For each optimizer and group, names in the whole model.
+        given: The names that the optimizer was made with, or None.
+
     Raises:
         ValueError: If an optimizer holds a tensor that is no parameter of the model.
     """
@@ -31,18 +35,21 @@ class ParameterGroups:
         self.names: list[list[list[str]]] = [
             [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups] for optimizer in optimizers
         ]
-
+        self.given = [[group.get("param_names") for group in optimizer.param_groups] for optimizer in optimizers]
         self._held = [[list(names) for names in groups] for groups in self.names]
 
     def keep(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Reduce each group to the given parameters, and take their present objects: sharding has replaced some."""
-        for optimizer, groups, held in zip(self._optimizers, self.names, self._held, strict=True):
+        for optimizer, groups, given, held in zip(self._optimizers, self.names, self.given, self._held, strict=True):
             for index, (group, names) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
                 old = dict(zip(held[index], group["params"], strict=True))
                 held[index] = [name for name in names if name in parameters]
                 group["params"] = [parameters[name] for name in held[index]]
-                if "param_names" in group:
-                    group["param_names"] = list(held[index])
+                own_names = given[index]
+                if own_names is not None:  # the optimizer was made from named parameters
+                    group["param_names"] = [
+                        own for own, name in zip(own_names, names, strict=True) if name in parameters
+                    ]
                 _move_state(optimizer, old, parameters)
 
 

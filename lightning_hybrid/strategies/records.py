@@ -66,7 +66,8 @@ class Entry:
         stacked = torch.stack([value.double() for value in self.values])
         if reduction == "mean":
             weights = torch.tensor(self.weights, dtype=torch.float64, device=stacked.device)
-            return (stacked * weights).sum(), sum(self.weights)
+            # a mean over nothing is NaN and must not count
+            return (stacked * weights).where(weights > 0, 0.0).sum(), sum(self.weights)
         combined = COMBINE[reduction](stacked)
         return combined, float(len(self.values))
 
@@ -90,11 +91,15 @@ class Recorder:
     def recording(self, samples: int) -> Iterator[None]:
         """Record inside the context, which surrounds the user's step for a micro-batch of `samples` samples."""
         self._samples, self._seen = samples, {}
-        self._module.__dict__["log"] = self._log
+        attributes = vars(self._module)
+        before = attributes.get("log")
+        attributes["log"] = self._log
         try:
             yield
         finally:
-            del self._module.__dict__["log"]
+            del attributes["log"]
+            if before is not None:
+                attributes["log"] = before
 
     def add(self, key: Key, value: Tensor, weight: float) -> None:
         """Record one value."""

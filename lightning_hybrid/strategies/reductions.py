@@ -23,7 +23,9 @@ def reduce_over_data(value: Any, group: dist.ProcessGroup | None, operation: Any
     result = value.detach().clone()
     if is_mean and not result.is_floating_point() and not result.is_complex():
         result = result.to(torch.float64)
-    reduce_op = dist.ReduceOp.SUM if is_mean or isinstance(operation, str) else operation
+    if isinstance(operation, str) and not is_mean:
+        operation = getattr(dist.ReduceOp, operation.upper())
+    reduce_op = dist.ReduceOp.SUM if is_mean else operation
     dist.all_reduce(result, op=reduce_op, group=group)
     size = dist.get_world_size(group)
     return result.div_(size) if is_mean else result

@@ -1,0 +1,79 @@
+"""Deep copies of plain Python state that can be compared with it later, and put back into the same objects."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CONTAINERS = (list, dict, set, deque)
+SIMPLE = (bool, int, float, complex, str, bytes, type(None))
+
+
+class Frozen:
+    """The state of a value: of containers and tensors at any depth, by reference for anything else.
+
+    Args:
+        value: A container, a tensor or anything.
+        seen: Containers on the way down, so that one that holds itself ends.
+    """
+
+    def __init__(self, value: Any, seen: frozenset[int] = frozenset()) -> None:
+        self.value = value
+        self._items: list[tuple[Any, Frozen]] | None = None
+        self._tensor: Tensor | None = None
+        if isinstance(value, CONTAINERS) and id(value) not in seen:
+            self._items = [(key, Frozen(item, seen | {id(value)})) for key, item in _items(value)]
+        elif isinstance(value, Tensor) and 0 not in value.stride():  # an expanded tensor is a stand-in
+            self._tensor = value.detach().clone()
+
+    def thaw(self) -> Any:
+        """The same object with its old state."""
+        if self._items is not None:
+            _refill(self.value, [(key, item.thaw()) for key, item in self._items])
+        elif self._tensor is not None:
+            with torch.no_grad():
+                self.value.copy_(self._tensor)
+        return self.value
+
+    def differs(self, value: Any) -> bool:
+        """Whether `value`, possibly the same object, has another state than the frozen one had."""
+        if self._items is not None and isinstance(value, CONTAINERS):
+            return type(value) is not type(self.value) or self._items_differ(list(_items(value)))
+        if self._tensor is not None and isinstance(value, Tensor):
+            return value.shape != self._tensor.shape or not bool(_same(value, self._tensor))
+        if isinstance(value, SIMPLE) and isinstance(self.value, SIMPLE):
+            return type(value) is not type(self.value) or not (value == self.value or value != value)
+        return value is not self.value
+
+    def _items_differ(self, items: list[tuple[Any, Any]]) -> bool:
+        assert self._items is not None
+        if len(items) != len(self._items):
+            return True
+        pairs = zip(items, self._items, strict=True)
+        return any(key != old_key or old.differs(item) for (key, item), (old_key, old) in pairs)
+
+
+def _items(container: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(container, dict):
+        return container.items()
+    return ((item, item) for item in container) if isinstance(container, set) else enumerate(container)
+
+
+def _refill(container: Any, items: list[tuple[Any, Any]]) -> None:
+    container.clear()
+    if isinstance(container, dict):
+        container.update(items)
+    elif isinstance(container, set):
+        container.update(item for _, item in items)
+    else:
+        container.extend(item for _, item in items)
+
+
+def _same(a: Tensor, b: Tensor) -> Tensor:
+    """Equal, with NaN equal to NaN."""
+    equal = a.detach() == b
+    return (equal | ((a.detach() != a.detach()) & (b != b))).all()

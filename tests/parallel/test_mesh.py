@@ -1,0 +1,87 @@
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hybrid.parallel.mesh import CHANNELS, Layout, Mesh
+from tests.launch import run_ranks
+
+CPU = torch.device("cpu")
+SIZES = st.integers(1, 6)
+
+
+@given(pipeline=SIZES, data=SIZES, tensor=SIZES)
+def test_coordinates_are_the_inverse_of_ranks(pipeline, data, tensor):
+    layout = Layout(pipeline, data, tensor)
+    ranks = [layout.rank(p, d, t) for p in range(pipeline) for d in range(data) for t in range(tensor)]
+    assert ranks == list(range(layout.world_size))
+    assert [layout.rank(*layout.coordinates(rank)) for rank in ranks] == ranks
+
+
+def test_the_tensor_axis_is_fastest_and_the_pipeline_axis_slowest():
+    layout = Layout(pipeline=2, data=3, tensor=2)
+    assert [layout.coordinates(rank) for rank in (0, 1, 2, 6, 11)] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 2, 1)]
+
+
+@given(pipeline=SIZES, data=SIZES, tensor=SIZES)
+def test_a_world_that_fits_is_filled(pipeline, data, tensor):
+    layout = Layout.of_world(pipeline * data * tensor, pipeline=pipeline, tensor=tensor)
+    assert layout == Layout(pipeline, data, tensor)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "pipeline", "tensor", "advice"),
+    [(3, 2, 1, "Start 2 processes"), (1, 4, 1, "Start 4 processes"), (7, 2, 3, "Start 6 processes")],
+)
+def test_a_world_that_does_not_fit_is_refused_with_a_size_that_does(world_size, pipeline, tensor, advice):
+    with pytest.raises(ValueError, match=rf"world_size={world_size} is not a multiple.*{advice}"):
+        Layout.of_world(world_size, pipeline=pipeline, tensor=tensor)
+
+
+def sum_over(group):
+    total = torch.tensor(10 ** dist.get_rank())
+    dist.all_reduce(total, group=group)
+    return total.item()
+
+
+def four_ranks():
+    meshes = [Mesh(Layout(2, 2), device=CPU), Mesh(Layout(1, 4), device=CPU), Mesh(Layout(4, 1), device=CPU)]
+    square = meshes[0]
+    apart = square.group([[0], [1, 3], [2]])
+    with pytest.raises(ValueError, match="needs 2 processes, there are 4"):
+        Mesh(Layout(2, 1), device=CPU)
+    return {
+        "sums": [(sum_over(mesh.pipeline_group), sum_over(mesh.data_group)) for mesh in meshes],
+        "ranks": [(mesh.pipeline_ranks, mesh.data_ranks) for mesh in meshes],
+        "coordinates": (square.pipeline_rank, square.data_rank, square.tensor_rank),
+        "channels": [list(mesh.channels) for mesh in meshes],
+        "groups": len({id(group) for group in [square.pipeline_group, square.data_group, *square.channels.values()]}),
+        "channel sums": {sum_over(group) for group in square.channels.values()},
+        "stages": [square.rank_of_stage(stage) for stage in range(4)],
+        "apart": sum_over(apart),
+    }
+
+
+def test_each_group_holds_the_ranks_of_its_axis():
+    results = run_ranks(4, four_ranks)
+    assert [result["coordinates"] for result in results] == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
+    assert [result["sums"] for result in results] == [
+        [(101, 11), (1, 1111), (1111, 1)],
+        [(1010, 11), (10, 1111), (1111, 10)],
+        [(101, 1100), (100, 1111), (1111, 100)],
+        [(1010, 1100), (1000, 1111), (1111, 1000)],
+    ]
+    assert [result["ranks"][0] for result in results] == [
+        ([0, 2], [0, 1]), ([1, 3], [0, 1]), ([0, 2], [2, 3]), ([1, 3], [2, 3])
+    ]  # fmt: skip
+    assert [result["apart"] for result in results] == [1, 1010, 100, 1010]
+
+
+def test_a_pipeline_has_a_communicator_for_each_channel_and_replicas_alone_have_none():
+    results = run_ranks(4, four_ranks)
+    for result in results:
+        assert result["channels"] == [list(CHANNELS), [], list(CHANNELS)]
+        assert result["groups"] == 6
+        assert len(result["channel sums"]) == 1
+    assert [result["stages"] for result in results] == [[0, 2, 0, 2], [1, 3, 1, 3]] * 2
