@@ -17,7 +17,7 @@ def all_rows(columns: Iterable[Sequence[Any]], valid: Callable[..., bool]) -> li
 
 
 def all_pairs(columns: Iterable[Sequence[Any]], valid: Callable[..., bool]) -> list[tuple[Any, ...]]:
-    """Choose valid rows, each time one with most pairs that none before it has, until each pair of a valid row is there.
+    """Choose valid rows, each time one with most pairs that none before it has, until every pair of a valid row is in.
 
     Args:
         columns: For each column, its values, hashable; among equally good rows one with earlier values comes first.

@@ -1,4 +1,4 @@
-"""Small float64 LightningModules over a list of blocks, and fits of them in one process or on every rank of a launch."""
+"""A small float64 LightningModule over a list of blocks, and fits of it in one process or on every rank of a launch."""
 
 import re
 
@@ -75,7 +75,7 @@ def hybrid(pipeline=2, chunks=1, microbatches=2, **options):
 
 
 def trainer_of(strategy="auto", **options):
-    quiet = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")}
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     devices = dist.get_world_size() if dist.is_initialized() else 1
     return Trainer(accelerator="cpu", devices=devices, strategy=strategy, **{"max_epochs": 1, **quiet, **options})
 
@@ -101,11 +101,16 @@ def refusal(model, options, microbatches=2):
     return str(caught.value), trainer.global_step == 0 and same
 
 
-def check_refused(model, pattern, size=2, **options):
-    """Every rank says what the pattern asks for, and none has trained."""
-    for message, untouched in run_trainers(size, refusal, model, options, timeout=30):
-        assert re.search(pattern, message, re.DOTALL), f"{message}\n\ndoes not match\n\n{pattern}"
-        assert untouched
+def refusals(models, options):
+    return [refusal(model, options) for model in models]
+
+
+def check_refused(patterns, size=2, **options):
+    """For each model that the patterns are of, every rank says what the pattern asks for, and none has trained."""
+    for outcomes in run_trainers(size, refusals, list(patterns), options):
+        for (message, untouched), pattern in zip(outcomes, patterns.values(), strict=True):
+            assert re.search(pattern, message, re.DOTALL), f"{message}\n\ndoes not match\n\n{pattern}"
+            assert untouched
 
 
 def trained(model, options, data=1):

@@ -179,12 +179,12 @@ RECORDED = {
 
 @pytest.mark.parametrize("model", RECORDED, ids=lambda model: model.__name__)
 def test_value_recorded_on_the_side_is_refused(model):
-    check_refused(model, RECORDED[model], partition=[2, 4])
+    check_refused({model: RECORDED[model]}, partition=[2, 4])
 
 
 @pytest.mark.parametrize(("size", "options"), [(2, {"chunks": 2}), (4, {"pipeline": 4}), (4, {})], ids=str)
 def test_refusal_reaches_every_rank_of_every_layout(size, options):
-    check_refused(AuxReadInTheLoss, RECORDED[AuxReadInTheLoss], size, **options)
+    check_refused({AuxReadInTheLoss: RECORDED[AuxReadInTheLoss]}, size, **options)
 
 
 class Recording(Small):
@@ -240,10 +240,9 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("name", READERS)
-def test_python_value_of_a_block_on_another_stage_is_refused(name):
+def test_python_value_of_a_block_on_another_stage_is_refused():
     read = "reads a Python number .* from the output of blocks.1, which lives on another pipeline stage"
-    check_refused(partial(Reading, name), read, partition=[2, 4])
+    check_refused({partial(Reading, name): read for name in READERS}, partition=[2, 4])
 
 
 @pytest.mark.parametrize("name", ["item", "truth", "tolist"])

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_hybrid.parallel.gates import Gate, GateKeeper, add_gate, hollow
 
@@ -74,6 +75,11 @@ class StageCut:
     def stage_of_block(self, position: int) -> int:
         """The stage that owns a block."""
         return next(stage for stage in range(self.num_stages) if position in self.blocks_of_stage(stage))
+
+    def loose_buffers(self) -> list[tuple[str, Tensor]]:
+        """Buffers that belong to no gated module: the step itself, or a module that contains blocks, writes them."""
+        gates = [f"{gate.name}." for gate in self.gates]
+        return [(name, b) for name, b in self.root.named_buffers() if not any(name.startswith(gate) for gate in gates)]
 
     def is_readable(self, stage: int) -> bool:
         """Whether values that `stage` left in its blocks belong to the run under way."""
@@ -152,11 +158,17 @@ def ancestors_of(blocks: Sequence[str]) -> set[str]:
 
 
 def outside_modules(root: nn.Module, ancestors: set[str], blocks: set[str]) -> list[str]:
-    """The largest modules with parameters that hold no block and lie in none."""
+    """The largest modules with parameters or buffers that hold no block and lie in none."""
     found: list[str] = []
     for ancestor in sorted(ancestors):
         for child_name, child in root.get_submodule(ancestor).named_children():
             name = f"{ancestor}.{child_name}" if ancestor else child_name
-            if name not in ancestors and name not in blocks and any(True for _ in child.parameters()):
+            if name not in ancestors and name not in blocks and _has_state(child):
                 found.append(name)
     return found
+
+
+def _has_state(module: nn.Module) -> bool:
+    if isinstance(module, Metric):  # called for what it keeps, not for what it returns
+        return False
+    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())

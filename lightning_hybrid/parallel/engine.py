@@ -19,7 +19,7 @@ from lightning_hybrid.parallel.data_parallel import DataParallel, Replicated, Sh
 from lightning_hybrid.parallel.executor import Event, Executor, Work
 from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.ownership import Ownership, settle
-from lightning_hybrid.parallel.plan import Plan
+from lightning_hybrid.parallel.plan import Needs, Plan
 from lightning_hybrid.parallel.probe import probe
 from lightning_hybrid.parallel.probe_run import ProbeRun
 from lightning_hybrid.parallel.run import Result, StageRun
@@ -72,7 +72,7 @@ class Engine:
         self.ownership: Ownership | None = None
         self._zero_stage, self._seed = zero_stage, seed
         self._plans: dict[Hashable, dict[int, Plan]] = {}
-        self._needed: dict[int, set[str]] = {}
+        self._needs: dict[int, Needs] = {}
         self._program = cache(lambda m: self._lower(choose(schedule, mesh.layout.pipeline, m, num_chunks)))
         self._forward_program = cache(lambda m: self._lower(forward_only(mesh.layout.pipeline, m, num_chunks)))
 
@@ -109,9 +109,9 @@ class Engine:
         if self.ownership is not None:
             return None
         if self.cut is not None:
-            self.ownership = settle(self.cut, self.mesh, self._needed)
+            self.ownership = settle(self.cut, self.mesh, self._needs)
         else:
-            self.ownership = Ownership({name: (0,) for name, _ in self.root.named_parameters()}, {}, [])
+            self.ownership = Ownership({name: (0,) for name, _ in self.root.named_parameters()}, {}, {}, [])
         if self._zero_stage > 0 and self.mesh.layout.data > 1:
             self.data = Sharded(self.cut, self.root, self.mesh)
             if self.cut is not None:
@@ -198,8 +198,8 @@ class Engine:
 
         probed = probe(self.cut, self.mesh, step.keys[index], run_stage, training=training)
         if self.ownership is None:
-            for stage, names in probed.needed.items():
-                self._needed.setdefault(stage, set()).update(names)
+            for stage, needs in probed.needs.items():
+                self._needs.setdefault(stage, Needs()).add(needs)
         return probed.plans
 
     def _streams(self) -> Any:

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_hybrid.parallel.cut import StageCut
 from lightning_hybrid.parallel.gradients import sum_gradients
 from lightning_hybrid.parallel.mesh import Mesh
+from lightning_hybrid.parallel.plan import Needs
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,13 @@ class Ownership:
     Attributes:
         holders: Pipeline ranks that hold a parameter, ascending; the first is its owner.
         groups: For each set of several holders that this rank is among, their group.
+        writers: For modules outside the blocks and buffers that the step writes: the pipeline rank with true values.
         released: Parameters that this rank held before and no longer does.
     """
 
     holders: dict[str, tuple[int, ...]]
     groups: dict[tuple[int, ...], dist.ProcessGroup]
+    writers: dict[str, int]
     released: list[nn.Parameter]
 
     def owner(self, name: str) -> int:
@@ -37,7 +40,7 @@ class Ownership:
             sum_gradients([p for name, p in cut.parameters.items() if self.holders[name] == holders], group)
 
 
-def settle(cut: StageCut, mesh: Mesh, needed: dict[int, set[str]]) -> Ownership:
+def settle(cut: StageCut, mesh: Mesh, needs: dict[int, Needs]) -> Ownership:
     """Decide the holders of each parameter, let go of the rest, make the groups; the whole world calls it together.
 
     A parameter outside the blocks is held by the stages that read it; one that no stage has read so far stays
@@ -46,14 +49,19 @@ def settle(cut: StageCut, mesh: Mesh, needed: dict[int, set[str]]) -> Ownership:
     Args:
         cut: This rank's view of the model.
         mesh: Groups of this rank.
-        needed: For each stage of this rank, the parameters outside the blocks that its probes read.
+        needs: For each stage of this rank, what its probes found it to use outside the blocks.
     """
     everyone: list[Any] = [None] * mesh.layout.world_size
-    dist.all_gather_object(everyone, needed)
+    dist.all_gather_object(everyone, needs)
     readers: dict[str, set[int]] = {}
-    for stage, names in (item for other in everyone for item in other.items()):
-        for name in names:
+    writers: dict[str, int] = {}
+    # a module's first stage runs it on true values; a buffer is complete on the last stage that writes it with such
+    for stage, needed in sorted((item for other in everyone for item in other.items()), key=lambda item: item[0]):
+        for name in needed.parameters:
             readers.setdefault(name, set()).add(stage)
+        for name in needed.modules:
+            writers.setdefault(name, stage % cut.pipeline)
+        writers |= dict.fromkeys(needed.buffers, stage % cut.pipeline)
     holders = {name: _holders(cut, readers.get(name, set()), name) for name in cut.names}
     released = [cut.release(name) for name in list(cut.parameters) if mesh.pipeline_rank not in holders[name]]
     _close_gates(cut)
@@ -62,7 +70,7 @@ def settle(cut: StageCut, mesh: Mesh, needed: dict[int, set[str]]) -> Ownership:
         group = mesh.group(_partition(mesh, ranks))
         if mesh.pipeline_rank in ranks:
             groups[ranks] = group
-    return Ownership(holders, groups, released)
+    return Ownership(holders, groups, writers, released)
 
 
 def _holders(cut: StageCut, readers: set[int], name: str) -> tuple[int, ...]:

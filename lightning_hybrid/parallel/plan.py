@@ -94,6 +94,27 @@ def _describe(name: str, leaf: object) -> object:
 
 
 @dataclass
+class Needs:
+    """What a stage's probes found it to use outside the blocks.
+
+    Attributes:
+        parameters: Parameters whose values matter.
+        modules: Modules whose results matter.
+        buffers: Buffers that it writes with true values.
+    """
+
+    parameters: set[str] = field(default_factory=set)
+    modules: set[str] = field(default_factory=set)
+    buffers: set[str] = field(default_factory=set)
+
+    def add(self, other: Needs) -> None:
+        """Take in the needs of another probe."""
+        self.parameters |= other.parameters
+        self.modules |= other.modules
+        self.buffers |= other.buffers
+
+
+@dataclass
 class Plan:
     """One stage's part in a step whose inputs have the structure and shapes of `key`.
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lightning_hybrid.parallel.cut import StageCut
 from lightning_hybrid.parallel.mesh import Mesh
-from lightning_hybrid.parallel.plan import Call, Output, Plan, TensorSpec
+from lightning_hybrid.parallel.plan import Call, Needs, Output, Plan, TensorSpec
 from lightning_hybrid.parallel.probe_run import ProbeRun
-from lightning_hybrid.parallel.recorded import Recorded, find_recorded, guard, refuse_hidden
+from lightning_hybrid.parallel.recorded import Recorded, find_recorded, guard, refuse_hidden, written_buffers
 from lightning_hybrid.parallel.run import Result
 from lightning_hybrid.parallel.snapshot import Snapshot
 
@@ -41,11 +41,11 @@ class Probed:
 
     Attributes:
         plans: For each stage of this rank.
-        needed: For each of them, the parameters outside the blocks that it reads.
+        needs: For each of them, what it uses outside the blocks.
     """
 
     plans: dict[int, Plan]
-    needed: dict[int, set[str]]
+    needs: dict[int, Needs]
 
 
 def probe(cut: StageCut, mesh: Mesh, key: Hashable, run_stage: RunStage, *, training: bool) -> Probed:
@@ -91,11 +91,12 @@ def _probe_stage(
     with Snapshot(cut.root, cut.device) as snapshot:
         result = run_stage(run)
         recorded = find_recorded(cut, run, snapshot)
+        run.needs.buffers = written_buffers(cut, run, snapshot)
         if training and not cut.searched:
             refuse_hidden(cut, run, result.payload)
     guard(cut, recorded)
     plan.weighted = isinstance(result.output, Mapping) and "loss_weight" in result.output
-    probed.plans[stage], probed.needed[stage] = plan, run.needed
+    probed.plans[stage], probed.needs[stage] = plan, run.needs
     sent = [tensor.detach().cpu() for tensor in result.payload]
     return Header(plan.outputs, plan.exit, run.num_arguments, plan.sent, sent, recorded.after(header.recorded))
 

@@ -16,7 +16,7 @@ from lightning_hybrid.functional.trees import flatten, leaves_of
 from lightning_hybrid.parallel.auxiliary import auxiliary_listener
 from lightning_hybrid.parallel.cut import StageCut
 from lightning_hybrid.parallel.gates import Gate
-from lightning_hybrid.parallel.plan import Call, Output, Plan, TensorSpec
+from lightning_hybrid.parallel.plan import Call, Needs, Output, Plan, TensorSpec
 from lightning_hybrid.parallel.provenance import LIVE, AbsentValueError, Provenance, tensors_of
 from lightning_hybrid.parallel.run import Result, StageRun, fill_in_place
 
@@ -27,7 +27,8 @@ class ProbeRun(StageRun):
     """Runs the step under `Provenance` and completes `plan`.
 
     Attributes:
-        needed: Names of parameters outside the blocks whose values this stage needs.
+        needs: What this stage uses outside the blocks.
+        read_buffers: Buffers outside the blocks whose values from before the step matter.
         num_arguments: Leaves among the arguments of the next stage's first block.
     """
 
@@ -41,9 +42,11 @@ class ProbeRun(StageRun):
         self._num_received = num_arguments
         self.num_arguments = 0
         self.provenance = Provenance()
-        self.needed: set[str] = set()
+        self.needs = Needs()
+        self.read_buffers: set[str] = set()
         self._need = 0
         self._held: dict[int, str] = {}
+        self._buffers: dict[int, str] = {}
         self._calls_made: dict[int, Call] = {}
         self._absent: dict[str, int] = {}
 
@@ -60,7 +63,9 @@ class ProbeRun(StageRun):
                 hook.remove()
         self._need |= self.provenance.read
         self.plan.gated = frozenset(call for bit, call in self._calls_made.items() if not self._need & bit)
-        self.needed = {name for bit, name in self._held.items() if self._need & bit}
+        self.needs.parameters = {name for bit, name in self._held.items() if self._need & bit}
+        self.needs.modules = {call[0] for bit, call in self._calls_made.items() if self._need & bit}
+        self.read_buffers = {name for bit, name in self._buffers.items() if self._need & bit}
         return result
 
     def absent(self, gate: Gate, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -90,6 +95,10 @@ class ProbeRun(StageRun):
         bit = self.provenance.sources.add(f"call {call}")
         self._calls_made[bit] = call
         self.provenance.add(tensors_of(value), bit)
+        if self.entered and not self.provenance.union(value) & self.provenance.sources.absent:
+            self._need |= (
+                self.provenance.union(value) | bit
+            )  # for its side effects: no other stage has them true
         return value
 
     def owned(
@@ -176,6 +185,10 @@ class ProbeRun(StageRun):
                 bit = self.provenance.sources.add(name)
                 self._held[bit] = name
                 self.provenance.set(parameter, bit)
+        for name, buffer in self.cut.loose_buffers():
+            bit = self.provenance.sources.add(name)
+            self._buffers[bit] = name
+            self.provenance.set(buffer, bit)
         for name, stand_in in self.cut.stand_ins.items():
             self.provenance.set(stand_in, self._absent_bit(name))
         for name, stage in self.cut.written_buffers.items():

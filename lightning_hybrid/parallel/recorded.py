@@ -64,6 +64,28 @@ def find_recorded(cut: StageCut, run: ProbeRun, snapshot: Snapshot) -> Recorded:
     return found
 
 
+def written_buffers(cut: StageCut, run: ProbeRun, snapshot: Snapshot) -> set[str]:
+    """Buffers outside all gated modules that this stage writes with true values.
+
+    Raises:
+        RuntimeError: If it reads one that, on this stage, is written with values that only another stage has.
+    """
+    written = set[str]()
+    changed = {f"{n}.{b}" if n else b for n, m in cut.root.named_modules() for b in snapshot.changed_buffers(m)}
+    for name, buffer in cut.loose_buffers():
+        if name in changed:
+            absent = run.provenance.of(buffer) & run.provenance.sources.absent
+            if absent and name in run.read_buffers:
+                sources = ", ".join(run.provenance.sources.names(absent))
+                raise RuntimeError(
+                    f"The buffer {name} is written with values of {sources}, which are not known on stage {run.stage}, "
+                    f"where the buffer is read. {WAY_OUT}"
+                )
+            if not absent:
+                written.add(name)
+    return written
+
+
 def refuse_hidden(cut: StageCut, run: ProbeRun, payload: Iterable[Tensor]) -> None:
     """Look in all Python lists and objects for values of a stage that its modules do not show.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -119,17 +119,9 @@ def _saves(engine: Engine, key: str) -> bool:
 
 
 def _rank_of_buffer(engine: Engine, key: str) -> int:
-    """Where the module keeps its parameters, if it has any; else the last stage, which runs all code."""
-    assert engine.cut is not None
-    parent = key.rpartition(".")[0]
-    beside = _ancestors_first(engine.cut.names, parent)
-    if engine.ownership is not None and beside:
-        return engine.ownership.owner(beside[0])
-    return engine.mesh.layout.pipeline - 1
-
-
-def _ancestors_first(names: Iterable[str], parent: str) -> list[str]:
-    return [name for name in names if name.startswith(f"{parent}.")] if parent else []
+    """The pipeline rank whose value of a buffer is true: others may have computed it from empty tensors."""
+    writers = engine.ownership.writers if engine.ownership is not None else {}
+    return next((rank for name, rank in writers.items() if key == name or key.startswith(f"{name}.")), 0)
 
 
 def state_keys(root: torch.nn.Module) -> list[str]:

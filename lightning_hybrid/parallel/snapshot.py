@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from lightning_hybrid.parallel.frozen import Frozen
-from lightning_hybrid.parallel.gates import GATE, fork_random_streams
+from lightning_hybrid.parallel.gates import GATE
+from lightning_hybrid.parallel.streams import Streams
 
 INTERNAL = frozenset(vars(nn.Module())) - {"training"}  # nn.Module's own registries
 
@@ -23,7 +24,7 @@ class Snapshot:
 
     def __init__(self, root: nn.Module, device: torch.device) -> None:
         self._root = root
-        self._streams = fork_random_streams(device)
+        self._streams = Streams(device)
 
     def __enter__(self) -> Snapshot:
         self._streams.__enter__()
