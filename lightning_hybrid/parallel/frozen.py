@@ -27,14 +27,16 @@ class Frozen:
         self._tensor: Tensor | None = None
         if isinstance(value, CONTAINERS) and id(value) not in seen:
             self._items = [(key, Frozen(item, seen | {id(value)})) for key, item in _items(value)]
-        elif isinstance(value, Tensor) and 0 not in value.stride():  # an expanded tensor is a stand-in
+        elif isinstance(value, Tensor) and _is_plain(value):
             self._tensor = value.detach().clone()
 
     def thaw(self) -> Any:
         """The same object with its old state."""
         if self._items is not None:
             _refill(self.value, [(key, item.thaw()) for key, item in self._items])
-        elif self._tensor is not None:
+        elif self._tensor is not None and not _same(self.value, self._tensor):
+            if self.value.is_inference() and not torch.is_inference_mode_enabled():
+                return self._tensor  # it cannot be written any more
             with torch.no_grad():
                 self.value.copy_(self._tensor)
         return self.value
@@ -44,7 +46,7 @@ class Frozen:
         if self._items is not None and isinstance(value, CONTAINERS):
             return type(value) is not type(self.value) or self._items_differ(list(_items(value)))
         if self._tensor is not None and isinstance(value, Tensor):
-            return value.shape != self._tensor.shape or not bool(_same(value, self._tensor))
+            return not _same(value, self._tensor)
         if isinstance(value, SIMPLE) and isinstance(self.value, SIMPLE):
             return type(value) is not type(self.value) or not (value == self.value or value != value)
         return value is not self.value
@@ -66,14 +68,19 @@ def _items(container: Any) -> Iterable[tuple[Any, Any]]:
 def _refill(container: Any, items: list[tuple[Any, Any]]) -> None:
     container.clear()
     if isinstance(container, dict):
-        container.update(items)
+        container.update(dict(items))
     elif isinstance(container, set):
         container.update(item for _, item in items)
     else:
         container.extend(item for _, item in items)
 
 
-def _same(a: Tensor, b: Tensor) -> Tensor:
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its values can be copied and compared; an expanded tensor is a stand-in that nobody writes."""
+    return tensor.layout is torch.strided and not tensor.is_nested and 0 not in tensor.stride()
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
     """Equal, with NaN equal to NaN."""
-    equal = a.detach() == b
-    return (equal | ((a.detach() != a.detach()) & (b != b))).all()
+    a, b = a.detach(), b.detach()
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())

@@ -96,9 +96,7 @@ class ProbeRun(StageRun):
         self._calls_made[bit] = call
         self.provenance.add(tensors_of(value), bit)
         if self.entered and not self.provenance.union(value) & self.provenance.sources.absent:
-            self._need |= (
-                self.provenance.union(value) | bit
-            )  # for its side effects: no other stage has them true
+            self._need |= self.provenance.union(value) | bit  # for its side effects: no other stage has them true
         return value
 
     def owned(

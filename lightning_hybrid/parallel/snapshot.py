@@ -28,23 +28,24 @@ class Snapshot:
 
     def __enter__(self) -> Snapshot:
         self._streams.__enter__()
-        with torch.no_grad():
-            self._buffers = [
-                (module, name, buffer, buffer.clone())
-                for module in self._root.modules()
-                for name, buffer in module.named_buffers(recurse=False)
-            ]
+        self._buffers = [
+            (module, name, Frozen(buffer))
+            for module in self._root.modules()
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        ]
         self._attributes = [(module, freeze_attributes(module)) for module in self._root.modules()]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with torch.no_grad():
-            for module, name, buffer, value in self._buffers:
-                if getattr(module, name) is not buffer:
-                    setattr(module, name, buffer)
-                buffer.copy_(value)
+        known = {(id(module), name) for module, name, _ in self._buffers}
+        for module in self._root.modules():
+            for name, _ in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+                if (id(module), name) not in known:
+                    setattr(module, name, None)  # the run has made it
+        for module, name, frozen in self._buffers:
+            setattr(module, name, frozen.thaw())
         for module, saved in self._attributes:
             for name in plain_attributes(module):
                 if name not in saved:
@@ -57,8 +58,8 @@ class Snapshot:
         """Buffers of the module that have another value, or are another tensor, than when the context began."""
         return [
             name
-            for other, name, buffer, value in self._buffers
-            if other is module and (getattr(module, name) is not buffer or not torch.equal(buffer, value))
+            for other, name, frozen in self._buffers
+            if other is module and (getattr(module, name) is not frozen.value or frozen.differs(getattr(module, name)))
         ]
 
     def changed(self, module: nn.Module) -> list[tuple[str, Any]]:

@@ -1,0 +1,236 @@
+"""What is refused for its configuration: keywords at construction, and what does not fit the model, before it trains."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
+
+from lightning_hybrid import HybridPTDPStrategy
+from lightning_hybrid.strategies.assembly import choose_layout
+from tests.launch import run_trainers
+from tests.small import Small, fit, hybrid, loader, refusal, trainer_of
+
+AT_LEAST_1 = "must be a whole number of at least 1"
+KEYWORDS = [
+    ({"pipeline_parallel_size": 0}, f"pipeline_parallel_size=0 {AT_LEAST_1}, or 'auto'."),
+    ({"pipeline_parallel_size": -2}, f"pipeline_parallel_size=-2 {AT_LEAST_1}, or 'auto'."),
+    ({"pipeline_parallel_size": 2.0}, f"pipeline_parallel_size=2.0 {AT_LEAST_1}, or 'auto'."),
+    ({"pipeline_parallel_size": True}, f"pipeline_parallel_size=True {AT_LEAST_1}, or 'auto'."),
+    ({"pipeline_parallel_size": "2"}, f"pipeline_parallel_size='2' {AT_LEAST_1}, or 'auto'."),
+    ({"pipeline_parallel_size": None}, f"pipeline_parallel_size=None {AT_LEAST_1}, or 'auto'."),
+    ({"num_chunks": 0}, f"num_chunks=0 {AT_LEAST_1}."),
+    ({"num_chunks": "auto"}, f"num_chunks='auto' {AT_LEAST_1}."),
+    ({"num_microbatches": 0}, f"num_microbatches=0 {AT_LEAST_1}, or 'auto'."),
+    ({"num_microbatches": 2.5}, f"num_microbatches=2.5 {AT_LEAST_1}, or 'auto'."),
+    ({"schedule": "dualpipe"}, "schedule='dualpipe' is not one of 'auto', 'gpipe', '1f1b', 'interleaved_1f1b'."),
+    ({"num_chunks": 2, "schedule": "1f1b"}, "schedule='1f1b' runs one chunk a rank and num_chunks=2. Choose"),
+    ({"num_chunks": 2, "pipeline_parallel_size": 1}, "num_chunks=2 needs pipeline_parallel_size of at least 2, got 1."),
+    ({"partition": "even"}, "partition='even' is not 'balanced', 'uniform' or a list of block counts."),
+    ({"partition": 3}, "partition=3 is not 'balanced', 'uniform' or a list of block counts."),
+    ({"partition": [2.5, 3.5]}, r"partition=[2.5, 3.5] is not 'balanced', 'uniform' or a list of block counts."),
+    ({"partition": [3, 0]}, "partition=[3, 0] is not 'balanced', 'uniform' or a list of block counts."),
+    ({"partition": []}, "partition=[] is not 'balanced', 'uniform' or a list of block counts."),
+    ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported yet; leave it 1."),
+    ({"expert_parallel_size": 2}, "expert_parallel_size=2 is not supported yet; leave it 1."),
+    ({"replicate_size": 2}, "replicate_size=2 is not supported yet; leave it 1."),
+    ({"zero_stage": 2}, "zero_stage=2 is not supported yet; choose 0 or 1."),
+    ({"zero_stage": "1"}, "zero_stage='1' is not supported yet; choose 0 or 1."),
+    ({"pipeline_layers": 7}, "pipeline_layers=7"),
+]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"), KEYWORDS, ids=lambda value: None if isinstance(value, str) else str(value)
+)
+def test_keyword_is_refused_at_construction(keywords, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        HybridPTDPStrategy(**keywords)
+
+
+def test_misspelt_keyword_is_refused():
+    with pytest.raises(TypeError, match="pipeline_size"):
+        HybridPTDPStrategy(pipeline_size=2)
+
+
+class NoBlocks(Small):
+    def __init__(self):
+        super().__init__()
+        self.blocks = self.blocks[0]
+
+    def forward(self, x):
+        return self.outlet(self.blocks(self.inlet(x)))
+
+
+class SharedBlock(Small):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([self.blocks[0], self.blocks[1], self.blocks[0]])
+
+
+class Manual(Small):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OwnBackward(Small):
+    def backward(self, loss, *args, **kwargs):
+        loss.backward()
+
+
+class TwoOptimizers(Small):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.inlet.parameters()), torch.optim.Adam(self.blocks.parameters())]
+
+
+class OneLbfgs(Small):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+class ForeignTensor(Small):
+    def configure_optimizers(self):
+        return torch.optim.SGD([*self.parameters(), nn.Parameter(torch.zeros(2, 3))], 0.1)
+
+
+class ReturnsNothing(Small):
+    def training_step(self, batch, batch_idx):
+        self.loss(batch)
+
+
+class ReturnsList(Small):
+    def training_step(self, batch, batch_idx):
+        return [self.loss(batch)]
+
+
+class ReturnsVector(Small):
+    def training_step(self, batch, batch_idx):
+        return self(batch[0])
+
+
+MODELS = [
+    (
+        Small,
+        {"pipeline_layers": "layers"},
+        "pipeline_layers='layers' does not exist in the model. Its lists are ['blocks'].",
+    ),
+    (Small, {"pipeline_layers": ["blocks", "encoder"]}, "pipeline_layers='encoder' does not exist in the model."),
+    (
+        Small,
+        {"pipeline_layers": "inlet"},
+        "pipeline_layers='inlet' is a Linear; it must name an nn.ModuleList or nn.Seq",
+    ),
+    (Small, {"partition": [3, 4]}, "partition=[3, 4] has 2 stages with 7 layers; needed are 2 stages"),
+    (Small, {"partition": [2, 2, 2]}, "partition=[2, 2, 2] has 3 stages with 6 layers; needed are 2 stages"),
+    (Small, {"chunks": 4}, "6"),
+    (Small, {"chunks": 4, "partition": "uniform"}, "6"),
+    (
+        NoBlocks,
+        {},
+        "pipeline_parallel_size=2 needs blocks to cut between, and the model has no nn.ModuleList or nn.Sequ",
+    ),
+    (SharedBlock, {}, "blocks holds one module at several positions; the pipeline needs one module for each."),
+    (Manual, {}, "automatic_optimization=False: the backward passes belong to the pipeline's schedule."),
+    (
+        OwnBackward,
+        {},
+        "OwnBackward.backward is overridden, and the pipeline's schedule runs the backward passes itself.",
+    ),
+    (TwoOptimizers, {}, "configure_optimizers returned 2 optimizers (SGD, Adam); one with several groups works."),
+    (OneLbfgs, {}, "LBFGS evaluates the loss several times a step, which a pipeline's step cannot do."),
+    (ForeignTensor, {}, "SGD holds a tensor of shape [2, 3] that is not a parameter of the LightningModule."),
+]
+
+
+def refusals():
+    return [refusal(model, options) for model, options, _ in MODELS]
+
+
+def test_what_does_not_fit_the_model_is_refused_on_every_rank():
+    for outcomes in run_trainers(2, refusals):
+        for (said, untouched), (_, _, message) in zip(outcomes, MODELS, strict=True):
+            assert message in said
+            assert untouched
+
+
+def stop(model, size, **options):
+    """On a rank: how a fit ends that was given something else than a loss."""
+    with pytest.raises((TypeError, RuntimeError)) as caught:
+        fit(model(), loader(8, 4), hybrid(**options))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("model", [ReturnsNothing, ReturnsList, ReturnsVector], ids=lambda model: model.__name__)
+def test_step_without_a_scalar_loss_is_refused_on_every_rank(model):
+    for message in run_trainers(2, stop, model, 2):
+        assert "without a scalar loss tensor" in message
+
+
+def test_number_of_processes_that_no_layout_fills_is_refused_on_every_rank():
+    for message, untouched in run_trainers(3, refusal, Small, {}):
+        assert "world_size=3 is not a multiple of pipeline_parallel_size=2 * tensor_parallel_size=1 = 2." in message
+        assert untouched
+
+
+def refusal_of_precision(kind):
+    precision = {"plugins": [MixedPrecision("16-mixed", "cpu")]} if kind == "16-mixed" else {"precision": kind}
+    with pytest.raises(ValueError, match="precision") as caught:
+        trainer_of(hybrid(), **precision).fit(Small(), loader(8, 4))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["16-mixed", "16-true"])
+def test_precision_with_a_loss_scale_is_refused_on_every_rank(kind):
+    for message in run_trainers(2, refusal_of_precision, kind):
+        assert f"precision='{kind}' does not work with hybrid_ptdp yet" in message
+        assert "32-true, bf16-true, bf16-mixed, 64-true" in message
+
+
+class Wide(Small):
+    """In the default type, which the precision decides."""
+
+    def __init__(self, depth):
+        self.depth = depth
+        super().__init__()
+        self.float()
+
+    def loss(self, batch):
+        return super().loss([tensor.to(self.dtype) for tensor in batch])
+
+
+def layout(depth, precision="32-true"):
+    trainer = fit(Wide(depth), loader(8, 4), "hybrid_ptdp", precision=precision)
+    layout = trainer.strategy.assembly.engine.mesh.layout
+    return (layout.pipeline, layout.data), float(trainer.callback_metrics.get("loss", 0.0)), trainer.global_step
+
+
+@pytest.mark.parametrize("kind", ["bf16-true", "bf16-mixed", "64-true"])
+def test_precision_without_a_loss_scale_trains(kind):
+    assert run_trainers(2, layout, 2, kind) == [((2, 1), 0.0, 2)] * 2
+
+
+@pytest.mark.parametrize(
+    ("size", "depth", "expected"), [(2, 2, (2, 1)), (2, 1, (1, 2)), (3, 4, (3, 1)), (3, 2, (1, 3))]
+)
+def test_automatic_pipeline_is_chosen_from_processes_and_blocks(size, depth, expected):
+    assert {found for found, *_ in run_trainers(size, layout, depth)} == {expected}
+
+
+@given(world=st.integers(1, 64), num_blocks=st.integers(0, 40))
+def test_automatic_pipeline_is_the_smallest_divisor_that_the_blocks_allow(world, num_blocks):
+    options = {"pipeline_parallel_size": "auto", "tensor_parallel_size": 1, "num_chunks": 1}
+    found = choose_layout(options, [f"blocks.{i}" for i in range(num_blocks)], world)
+    assert found.pipeline * found.data == world
+    smaller = [size for size in range(2, found.pipeline if found.pipeline > 1 else world + 1) if world % size == 0]
+    assert all(size > num_blocks for size in smaller)
+    assert found.pipeline == 1 or found.pipeline <= num_blocks
+
+
+def test_chunks_need_a_pipeline_that_the_processes_make():
+    options = {"pipeline_parallel_size": "auto", "tensor_parallel_size": 1, "num_chunks": 2}
+    with pytest.raises(ValueError, match="num_chunks=2 needs a pipeline, and 3 processes with 2 blocks make none"):
+        choose_layout(options, ["a", "b"], 3)
