@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -60,16 +60,31 @@ def seconds(job: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def medians(rows: Iterable[Sequence[float]]) -> list[float]:
-    """Median of each column without the first fifth of the rows, which warms up; a row counts as its slowest rank's."""
-    times = torch.tensor(list(rows), dtype=torch.float64)
-    if dist.is_initialized():
-        dist.all_reduce(times, op=dist.ReduceOp.MAX)
-    return [median(column) for column in times[len(times) // 5 :].T.tolist()]
+def compare(case: str, rows: Sequence[Sequence[float]], target: float, names: tuple[str, str]) -> None:
+    """Report how long the first column takes in units of the second: the median of each round's own ratio.
+
+    The first fifth of the rows warms up, and a row counts as its slowest rank's.
+    """
+    late = _slowest(rows)
+    first, second = (median(column) for column in zip(*late, strict=True))
+    report(case, median(a / b for a, b in late), target, **{names[0]: first, names[1]: second})
+
+
+def typical(times: Sequence[float]) -> float:
+    """Median over steps, likewise."""
+    return median(time for (time,) in _slowest([[time] for time in times]))
 
 
 def report(case: str, value: float, target: float, **more: float) -> None:
-    """Print one row, on rank 0; values are ratios that should be at most the target."""
+    """Print one row, on rank 0; a value is a ratio that should be at most its target."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        rounded = {name: round(number, 5) for name, number in more.items()}
-        print(json.dumps({"case": case, "value": round(value, 4), "target": target, "holds": value <= target, **rounded}), flush=True)
+        row = {"case": case, "value": round(value, 4), "target": target, "holds": value <= target}
+        print(json.dumps(row | {name: round(number, 5) for name, number in more.items()}), flush=True)
+
+
+def _slowest(rows: Sequence[Sequence[float]]) -> list[list[float]]:
+    times = torch.tensor(rows, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    late: list[list[float]] = times[len(times) // 5 :].tolist()
+    return late

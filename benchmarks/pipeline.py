@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import fit, is_rank, launch, medians, report, seconds
+from common import compare, fit, is_rank, launch, report, seconds, typical
 from lightning.pytorch import Callback, LightningModule, seed_everything
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -55,6 +55,7 @@ class SleepingBlock(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         return _Nap.apply(x * self.scale)
 
@@ -66,11 +67,13 @@ class Sleeper(LightningModule):
         super().__init__()
         self.blocks = nn.ModuleList(SleepingBlock() for _ in range(depth))
 
+    @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         for block in self.blocks:
             batch = block(batch)
         return batch.square().mean()
 
+    @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
@@ -79,7 +82,7 @@ class StepTimes(Callback):
     """Times of whole training steps, optimizer and Lightning's own work included."""
 
     def __init__(self) -> None:
-        self.rows: list[list[float]] = []
+        self.times: list[float] = []
 
     @override
     def on_train_batch_start(self, *args: Any) -> None:
@@ -88,7 +91,7 @@ class StepTimes(Callback):
 
     @override
     def on_train_batch_end(self, *args: Any) -> None:
-        self.rows.append([time.perf_counter() - self.start])
+        self.times.append(time.perf_counter() - self.start)
 
 
 def against_theory(case: str, p: int, m: int, v: int, num_steps: int = 20) -> None:
@@ -97,7 +100,7 @@ def against_theory(case: str, p: int, m: int, v: int, num_steps: int = 20) -> No
     seed_everything(0, verbose=False)
     batches = [torch.randn(m, 64, 64)] * num_steps
     fit(Sleeper(p * BLOCKS_A_RANK), batches, devices=p, strategy=strategy, callbacks=[times])
-    (step,) = medians(times.rows)
+    step = typical(times.times)
     theory = m * BLOCKS_A_RANK * 3 * NAP * (1 + theoretical_bubble_ratio(p, m, v))
     report(case, step / theory, 1.05, step_s=step, theory_s=theory)
 
@@ -114,6 +117,7 @@ class Part(nn.Module):
         self.gpt, self.blocks = gpt, gpt.blocks[rank * share : (rank + 1) * share]
         self.is_first, self.is_last = rank == 0, rank == size - 1
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         if self.is_first:
             x = self.gpt.embed(x) + self.gpt.position.weight[: x.shape[1]]
@@ -141,35 +145,6 @@ class Rival:
         return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-class Interleaved(HybridPTDPStrategy):
-    """Times each of its steps, forward and backward of all micro-batches, beside one of a rival on the same batch."""
-
-    def __init__(self, make_rival: Callable[[], Rival], **options: Any) -> None:
-        super().__init__(**options)
-        self.make_rival, self.rows = make_rival, list[list[float]]()
-        self.rival: Rival | None = None
-
-    @override
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        self.rival = self.rival or self.make_rival()
-        self.rival.gpt.zero_grad()
-        outputs = []
-        ours = partial(seconds, lambda: outputs.append(super(Interleaved, self).training_step(batch, batch_idx)))
-        theirs = partial(seconds, lambda: self.rival.step(batch))
-        if batch_idx % 2:
-            self.rows.append([ours(), theirs()])
-        else:
-            self.rows.append([theirs(), ours()][::-1])
-        if batch_idx == 0:
-            self._check()
-        return outputs[0]
-
-    def _check(self) -> None:
-        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
-        for parameter, gradient in self._taken:
-            assert_close(gradient, self.rival.gpt.get_parameter(names[id(parameter)]).grad)
-
-
 class Constant(GPT):
     """The example with a constant learning rate."""
 
@@ -183,15 +158,40 @@ def gpt() -> GPT:
     return Constant(width=256, depth=8)
 
 
+class Interleaved(HybridPTDPStrategy):
+    """Times each of its steps, forward and backward of all micro-batches, beside one of a rival on the same batch."""
+
+    def __init__(self, p: int, m: int) -> None:
+        super().__init__(p, num_microbatches=m, schedule="1f1b", partition="uniform")
+        self.rows: list[list[float]] = []
+        self.make_rival = partial(Rival, size=p, m=m)
+
+    @cached_property
+    def rival(self) -> Rival:
+        """A second model of the same weights, made when there is a process group."""
+        return self.make_rival(gpt())
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.rival.gpt.zero_grad()
+        outputs = []
+        ours = partial(seconds, lambda: outputs.append(super(Interleaved, self).training_step(batch, batch_idx)))
+        theirs = partial(seconds, lambda: self.rival.step(batch))
+        self.rows.append([ours(), theirs()] if batch_idx % 2 else [theirs(), ours()][::-1])
+        if batch_idx == 0:
+            self._check()
+        return outputs[0]
+
+    def _check(self) -> None:
+        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
+        for parameter, gradient in self._taken:
+            assert_close(gradient, self.rival.gpt.get_parameter(names[id(parameter)]).grad)
+
+
 def against_torch(case: str, p: int, m: int, num_steps: int = 40) -> None:
-    strategy = Interleaved(
-        lambda: Rival(gpt(), p, m), pipeline_parallel_size=p, num_microbatches=m, schedule="1f1b", partition="uniform"
-    )
-    model = gpt()
-    batches = list(torch.randint(256, (num_steps, 16, 129)))
-    fit(model, batches, devices=p, strategy=strategy)
-    ours, theirs = medians(strategy.rows)
-    report(case, ours / theirs, 1.03, ours_s=ours, torch_s=theirs)
+    strategy, model = Interleaved(p, m), gpt()
+    fit(model, list(torch.randint(256, (num_steps, 16, 129))), devices=p, strategy=strategy)
+    compare(case, strategy.rows, 1.03, ("ours_s", "torch_s"))
 
 
 # One process against Lightning's own strategy
@@ -221,11 +221,13 @@ class Perceptron(LightningModule):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 256))
 
+    @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = F.mse_loss(self.layers(batch), batch)
         self.log("loss", loss)
         return loss
 
+    @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters())
 
@@ -245,11 +247,10 @@ def against_plain(case: str, rounds: int = 20, num_steps: int = 100) -> None:
         return times.typical
 
     rows = [[ours(), plain()] if i % 2 else [plain(), ours()][::-1] for i in range(rounds)]
-    ours_s, plain_s = medians(rows)
-    report(case, ours_s / plain_s, 1.02, ours_s=ours_s, plain_s=plain_s)
+    compare(case, rows, 1.02, ("ours_s", "plain_s"))
 
 
-CASES: dict[str, tuple[int, Callable[[str], None]]] = {  # name: (ranks, what each runs)
+CASES: dict[str, tuple[int, Callable[[str], None]]] = {  # name: (number of ranks, what each runs)
     "sleep_p2_m4_v1": (2, partial(against_theory, p=2, m=4, v=1)),
     "sleep_p4_m8_v1": (4, partial(against_theory, p=4, m=8, v=1)),
     "sleep_p4_m8_v2": (4, partial(against_theory, p=4, m=8, v=2)),
@@ -261,7 +262,10 @@ CASES: dict[str, tuple[int, Callable[[str], None]]] = {  # name: (ranks, what ea
 
 
 def main() -> None:
-    for case in sys.argv[1:] or CASES:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("case", nargs="?", choices=CASES, help="default: all, one after the other")
+    args = parser.parse_args()
+    for case in [args.case] if args.case else CASES:
         size, run = CASES[case]
         if is_rank():
             run(case)

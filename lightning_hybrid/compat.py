@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch import Tensor, nn
 
 # The only way to see every operation of a step; torch documents it, but keeps it in a private module.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -29,14 +27,14 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
-def unseen_write(tensor: Tensor) -> AbstractContextManager[None]:
-    """Context in which writing to a tensor does not count: an activation checkpoint around a block has saved it."""
-    return nullcontext() if tensor.is_inference() else _unsafe_preserve_version_counter(tensor)
-
-
 def is_view(tensor: Tensor) -> bool:
     """Whether autograd sees the tensor as a view of another."""
     return bool(tensor._is_view())
+
+
+def buffer_names(module: nn.Module) -> list[str]:
+    """Names of a module's own buffers, those that are None too: `named_buffers` leaves them out."""
+    return list(module._buffers)
 
 
 def is_accumulating(trainer: Trainer) -> bool:

@@ -32,7 +32,7 @@ def add_auxiliary_loss(x: Tensor, loss: Tensor) -> Tensor:
 
     Training is as if `loss` had been added to what `training_step` returns; the returned and logged loss does not
     contain it. A micro-batch's auxiliary loss has the same weight as its loss: its share of the samples, or its
-    `loss_weight`. Under other strategies the weight is 1, which is right without gradient accumulation and loss scaling.
+    `loss_weight`. Under other strategies the weight is 1, which is right without accumulation and loss scaling.
 
     Args:
         x: Any tensor on the way to the loss, such as the block's output; without a gradient there is no effect.

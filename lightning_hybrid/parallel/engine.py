@@ -141,6 +141,8 @@ class Engine:
         self.data.begin(backwards, reduce=reduce)
         with self._streams():
             self.executor.run(Work(program, plans, self._forward(step, plans), seed, weight, self.data.before_backward))
+        if self.cut is not None:
+            self.cut.keeper.filled.clear()
         if reduce:
             self.data.finish(self.local_parameters())
             if self.cut is not None and self.ownership is not None:

@@ -14,6 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.compat import storage_key
+from lightning_hybrid.functional.trees import map_leaves
+
 GATE = "_lightning_hybrid_gate"
 
 
@@ -60,6 +63,7 @@ class Gate:
                 "and lives on another pipeline stage. Call the model only inside training_step, validation_step, "
                 "test_step and predict_step, and checkpoint each block on its own."
             )
+        args, kwargs = self.keeper.revive((args, kwargs))
         return self.keeper.draw(proceed, args, kwargs) if self.random else proceed(*args, **kwargs)
 
 
@@ -69,11 +73,24 @@ class GateKeeper:
     Attributes:
         active: The run that answers calls, or None.
         device: Where the model lives; its generator is managed beside the CPU's.
+        filled: Memory that this step's runs have filled, by `storage_key`, and whether its values need a gradient.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.active: Run | None = None
         self.device = device
+        self.filled: dict[int, bool] = {}
+
+    def revive(self, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Arguments of a recomputed block: those saved before they were filled do not know of their gradient."""
+        if not self.filled:
+            return arguments
+        revived: tuple[Any, Any] = map_leaves(self._revive, arguments)
+        return revived
+
+    def _revive(self, leaf: Any) -> Any:
+        needs = isinstance(leaf, Tensor) and not leaf.requires_grad and self.filled.get(storage_key(leaf), False)
+        return leaf.detach().requires_grad_() if needs else leaf
 
     def draw(self, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module on a random stream of its own, seeded by one number drawn from the step's stream.

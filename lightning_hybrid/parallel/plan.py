@@ -124,6 +124,7 @@ class Plan:
         entry: Leaves of the first owned block's arguments that are received.
         replaced: Those of them that cannot be filled in place and are exchanged in the block's arguments only.
         received: Geometry of what is received, one for each of `entry`.
+        checkpointed: The first owned block runs under an activation checkpoint.
         exit: Leaves of the next stage's first block's arguments that are sent.
         sent: Geometry of what is sent.
         weighted: `training_step` returns a `loss_weight`.
@@ -136,6 +137,7 @@ class Plan:
     entry: tuple[int, ...] = ()
     replaced: frozenset[int] = frozenset()
     received: tuple[TensorSpec, ...] = ()
+    checkpointed: bool = False
     exit: tuple[int, ...] = ()
     sent: tuple[TensorSpec, ...] = ()
     weighted: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from lightning_hybrid.parallel.plan import Call, Needs, Output, Plan, TensorSpec
 from lightning_hybrid.parallel.provenance import LIVE, AbsentValueError, Provenance, tensors_of
 from lightning_hybrid.parallel.run import Result, StageRun, fill_in_place
 
+CHECKPOINT = inspect.getfile(CheckpointFunction)
 RECORDING_FLAGS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
@@ -142,7 +144,15 @@ class ProbeRun(StageRun):
                 f"{self.cut.blocks[self.blocks.start]} is called with other arguments on stage {self.stage} than on "
                 f"stage {self.stage - 1}. What a step does before a block may not depend on values of earlier blocks."
             )
-        return super()._enter(args, kwargs)
+        self.plan.checkpointed = self.training and any(code.co_filename == CHECKPOINT for code in _call_stack())
+        entered = super()._enter(args, kwargs)
+        if self.plan.checkpointed and self.plan.replaced:
+            raise RuntimeError(
+                f"{self.cut.blocks[self.blocks.start]} runs under activation checkpointing and is given views of a "
+                "tensor of an earlier stage, which cannot be recomputed. Pass it whole tensors, or checkpoint inside the "
+                "block."
+            )
+        return entered
 
     def _leave(self, arguments: list[Any]) -> list[Tensor]:
         reader = self.cut.blocks[self.blocks.stop]
@@ -199,15 +209,12 @@ class ProbeRun(StageRun):
         return self._absent[name]
 
     def _refuse_reentrant(self, gate: Gate) -> None:
-        frame = inspect.currentframe() if self.training else None
-        while frame is not None:
-            if frame.f_code is CheckpointFunction.forward.__code__:
-                raise RuntimeError(
-                    f"{gate.name} runs under reentrant activation checkpointing, which hides its inputs from the "
-                    "pipeline. Pass use_reentrant=False to torch.utils.checkpoint.checkpoint (transformers: "
-                    'gradient_checkpointing_kwargs={"use_reentrant": False}).'
-                )
-            frame = frame.f_back
+        if self.training and CheckpointFunction.forward.__code__ in _call_stack():
+            raise RuntimeError(
+                f"{gate.name} runs under reentrant activation checkpointing, which hides its inputs from the pipeline. "
+                "Pass use_reentrant=False to torch.utils.checkpoint.checkpoint (transformers: "
+                'gradient_checkpointing_kwargs={"use_reentrant": False}).'
+            )
 
     def _watch_recording_flags(self) -> list[Any]:
         hooks = []
@@ -237,3 +244,11 @@ def _random_state(device: torch.device) -> list[Tensor]:
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state(device))
     return states
+
+
+def _call_stack() -> list[CodeType]:
+    frame, codes = inspect.currentframe(), []
+    while frame is not None:
+        codes.append(frame.f_code)
+        frame = frame.f_back
+    return codes

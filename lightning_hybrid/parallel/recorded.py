@@ -99,12 +99,12 @@ def refuse_hidden(cut: StageCut, run: ProbeRun, payload: Iterable[Tensor]) -> No
     known = {id(value) for module in cut.root.modules() for value in plain_attributes(module).values()}
     sent = {id(tensor) for tensor in payload}
     alive = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-    known.add(id(alive))
-    for tensor in alive:
-        if id(tensor) not in sent and run.provenance.of(tensor) & LIVE:
-            for holder in gc.get_referrers(tensor):
-                if id(holder) not in known and _is_users(holder, tensor):
-                    _refuse(cut, run, f"a {type(holder).__name__}")
+    live = [tensor for tensor in alive if id(tensor) not in sent and run.provenance.of(tensor) & LIVE]
+    known |= {id(alive), id(live)}
+    held = {id(tensor) for tensor in live}
+    for holder in gc.get_referrers(*live):  # one call for all: each walks through every object there is
+        if id(holder) not in known and _is_users(holder, held):
+            _refuse(cut, run, f"a {type(holder).__name__}")
 
 
 def guard(cut: StageCut, recorded: Recorded) -> None:
@@ -121,13 +121,13 @@ def _stage_of(cut: StageCut, name: str) -> int:
     return cut.stage_of_block(next(i for i, block in enumerate(cut.blocks) if f"{name}.".startswith(f"{block}.")))
 
 
-def _is_users(holder: Any, tensor: Tensor) -> bool:
-    """Whether a referrer is something that code of another stage could read: a list, a set or an ordinary object."""
+def _is_users(holder: Any, held: set[int]) -> bool:
+    """Whether a referrer of these tensors could be read by another stage: a list, a set or an ordinary object."""
     if isinstance(holder, list | set | deque):
         return True
     if isinstance(holder, dict | tuple | FrameType | nn.Module | Tensor):
         return False
-    return any(value is tensor for value in getattr(holder, "__dict__", {}).values()) and not _is_torchs(holder)
+    return any(id(value) in held for value in getattr(holder, "__dict__", {}).values()) and not _is_torchs(holder)
 
 
 def _is_torchs(holder: Any) -> bool:

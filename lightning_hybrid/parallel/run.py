@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lightning_hybrid.compat import is_view, unseen_write
+from lightning_hybrid.compat import is_view, storage_key, version
 from lightning_hybrid.functional.trees import flatten, leaves_of, unflatten
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ class StageRun:
         """
         self.cut.keeper.active = self
         try:
-            output = step()
+            with self._saving():
+                output = step()
         except StageExit as exit:
             return Result(self._leave(exit.arguments))
         finally:
@@ -137,7 +139,23 @@ class StageRun:
         if index in self.plan.replaced:
             return received
         fill_in_place(leaf, received)
+        self.cut.keeper.filled[storage_key(leaf)] = received.requires_grad
         return leaf
+
+    def _saving(self) -> AbstractContextManager[Any]:
+        """An activation checkpoint around the entry block saves its inputs before they are filled, which is right."""
+        if not self.plan.checkpointed:
+            return nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor, version(tensor)), self._unpack)
+
+    def _unpack(self, saved: tuple[Tensor, int]) -> Tensor:
+        tensor, old = saved
+        if version(tensor) != old and storage_key(tensor) not in self.cut.keeper.filled:
+            raise RuntimeError(
+                f"A tensor of shape {list(tensor.shape)} that the backward pass needs has been modified in place, "
+                f"{version(tensor) - old} time(s) since it was saved."
+            )
+        return tensor
 
     def _proceed(self, call: Call, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = self.plan.outputs.get(call)
@@ -193,6 +211,5 @@ def fill_in_place(dummy: Tensor, received: Tensor) -> None:
     """
     if dummy.requires_grad and not is_view(dummy):
         dummy.detach_()  # what empty tensors were computed from has no gradient
-    # a checkpoint around the block has kept the empty tensor, and is to recompute from the true value
-    with torch.set_grad_enabled(received.requires_grad), unseen_write(dummy):
+    with torch.set_grad_enabled(received.requires_grad):
         dummy.copy_(received)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_hybrid.compat import buffer_names
 from lightning_hybrid.parallel.frozen import Frozen
 from lightning_hybrid.parallel.gates import GATE
 from lightning_hybrid.parallel.streams import Streams
@@ -28,10 +29,9 @@ class Snapshot:
 
     def __enter__(self) -> Snapshot:
         self._streams.__enter__()
+        self._names = [(module, set(buffer_names(module))) for module in self._root.modules()]
         self._buffers = [
-            (module, name, Frozen(buffer))
-            for module in self._root.modules()
-            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+            (module, name, Frozen(getattr(module, name))) for module, names in self._names for name in sorted(names)
         ]
         self._attributes = [(module, freeze_attributes(module)) for module in self._root.modules()]
         return self
@@ -39,11 +39,9 @@ class Snapshot:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        known = {(id(module), name) for module, name, _ in self._buffers}
-        for module in self._root.modules():
-            for name, _ in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-                if (id(module), name) not in known:
-                    setattr(module, name, None)  # the run has made it
+        for module, names in self._names:
+            for name in set(buffer_names(module)) - names:
+                delattr(module, name)
         for module, name, frozen in self._buffers:
             setattr(module, name, frozen.thaw())
         for module, saved in self._attributes:

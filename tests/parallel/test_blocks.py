@@ -38,8 +38,8 @@ def layers(number, width=2):
         (Model(), []),
     ],
     ids=[
-        "list", "tiny list beside", "encoder and decoder", "Sequential", "the root", "dominant element", "nested three deep",
-        "list of lists", "ModuleDict", "one element", "one layer four times", "empty",
+        "list", "tiny list beside", "encoder and decoder", "Sequential", "the root", "dominant element",
+        "nested three deep", "list of lists", "ModuleDict", "one element", "one layer four times", "empty",
     ],
 )  # fmt: skip
 def test_the_list_with_most_parameters_is_found(model, lists):
@@ -47,7 +47,10 @@ def test_the_list_with_most_parameters_is_found(model, lists):
 
 
 @settings(deadline=None, max_examples=30)
-@given(sizes=st.lists(st.tuples(st.integers(0, 4), st.sampled_from([1, 3, 9])), min_size=1, max_size=4), depth=st.integers(0, 2))
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 4), st.sampled_from([1, 3, 9])), min_size=1, max_size=4),
+    depth=st.integers(0, 2),
+)
 def test_found_lists_never_lie_in_each_other_and_have_two_blocks(sizes, depth):
     model = Model(**{f"list{i}": layers(number, width) for i, (number, width) in enumerate(sizes)})
     for _ in range(depth):
@@ -79,7 +82,7 @@ def test_a_name_that_does_not_exist_is_refused_with_those_that_do():
 
 
 def test_a_name_of_something_else_is_refused_with_its_type():
-    with pytest.raises(ValueError, match="'head' is a Linear; it must name an nn.ModuleList or nn.Sequential"):
+    with pytest.raises(ValueError, match=r"'head' is a Linear; it must name an nn\.ModuleList or nn\.Sequential"):
         find_block_lists(Model(head=linear()), ["head"])
 
 

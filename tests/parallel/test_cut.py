@@ -69,7 +69,9 @@ def test_over_all_ranks_each_block_parameter_is_kept_once(data, pipeline, chunks
         root = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in names))
         cut = cut_of(root, names, sizes, pipeline, rank)
         assert cut.stages == list(range(rank, pipeline * chunks, pipeline))
-        assert [cut.stage_of_block(i) for i in range(len(names))] == [s for s, size in enumerate(sizes) for _ in range(size)]
+        assert [cut.stage_of_block(i) for i in range(len(names))] == [
+            s for s, size in enumerate(sizes) for _ in range(size)
+        ]
         kept += cut.parameters
     assert sorted(kept) == sorted(f"{name}.weight" for name in names)
 

@@ -145,14 +145,18 @@ def test_a_random_module_repeats_its_numbers_from_the_same_stream_and_differs_be
     assert not torch.equal(first, second)
 
 
+def draw_and_fail():
+    seed_random_streams(99, CPU)
+    torch.rand(5)
+    raise ValueError("inside")
+
+
 def test_streams_are_restored_after_a_fork_even_by_an_error():
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
     with pytest.raises(ValueError, match="inside"), fork_random_streams(CPU):
-        seed_random_streams(99, CPU)
-        torch.rand(5)
-        raise ValueError("inside")
+        draw_and_fail()
     assert torch.equal(torch.rand(2), expected)
 
 
@@ -186,7 +190,9 @@ def test_a_guarded_attribute_can_be_read_only_where_it_is_known():
     state["readable"] = False
     module.aux = 6  # writing is always allowed
     for read in (lambda: module.aux, lambda: getattr(module, "aux", None), lambda: hasattr(module, "aux")):
-        with pytest.raises(RuntimeError, match=r"layers\.3\.aux is set while layers\.3 runs, on another pipeline stage"):
+        with pytest.raises(
+            RuntimeError, match=r"layers\.3\.aux is set while layers\.3 runs, on another pipeline stage"
+        ):
             read()
     state["readable"] = True
     assert module.aux == 6

@@ -21,7 +21,13 @@ def test_coordinates_are_the_inverse_of_ranks(pipeline, data, tensor):
 
 def test_the_tensor_axis_is_fastest_and_the_pipeline_axis_slowest():
     layout = Layout(pipeline=2, data=3, tensor=2)
-    assert [layout.coordinates(rank) for rank in (0, 1, 2, 6, 11)] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 2, 1)]
+    assert [layout.coordinates(rank) for rank in (0, 1, 2, 6, 11)] == [
+        (0, 0, 0),
+        (0, 0, 1),
+        (0, 1, 0),
+        (1, 0, 0),
+        (1, 2, 1),
+    ]
 
 
 @given(pipeline=SIZES, data=SIZES, tensor=SIZES)

@@ -94,7 +94,9 @@ NAMES = list("abcdefg")
 )
 def test_lists_with_one_thing_a_sample_are_cut_like_tensors(wrap):
     pieces = split_batch(wrap({"x": torch.arange(7), "names": NAMES}), 3)
-    names = [next(leaf for leaf in walk(piece) if isinstance(leaf, list) and isinstance(leaf[0], str)) for piece in pieces]
+    names = [
+        next(leaf for leaf in walk(piece) if isinstance(leaf, list) and isinstance(leaf[0], str)) for piece in pieces
+    ]
     assert names == [["a", "b", "c"], ["d", "e"], ["f", "g"]]
 
 

@@ -41,7 +41,14 @@ def test_an_operations_result_has_the_sources_of_its_inputs(followed):
 
 @pytest.mark.parametrize(
     "look",
-    [lambda x: x[0], lambda x: x.t(), lambda x: x.view(-1)[2:4], lambda x: x.detach(), lambda x: x.data, lambda x: x[None].expand(4, *x.shape)],
+    [
+        lambda x: x[0],
+        lambda x: x.t(),
+        lambda x: x.view(-1)[2:4],
+        lambda x: x.detach(),
+        lambda x: x.data,
+        lambda x: x[None].expand(4, *x.shape),
+    ],
     ids=["index", "transpose", "slice of a view", "detach", "data", "expand"],
 )
 def test_views_share_the_sources_of_their_memory_both_ways(followed, look):
@@ -106,7 +113,7 @@ def test_empty_tensors_have_sources_of_their_own(followed):
 
 
 def test_set_replaces_and_add_joins(followed):
-    provenance, absent, held, x, w, plain = followed
+    provenance, _, held, x, w, plain = followed
     provenance.set(x, LIVE)
     provenance.add([w, plain], LIVE)
     assert [provenance.of(tensor) for tensor in (x, w, plain)] == [LIVE, held | LIVE, LIVE]

@@ -179,7 +179,7 @@ def test_buffers_are_noticed_and_undone_written_replaced_or_new():
         module.norm(torch.randn(4, 2))
         module.mean = 0.9 * module.mean + 1
         assert snapshot.changed_buffers(module) == ["mean"]
-        assert snapshot.changed_buffers(module.norm) == ["running_mean", "running_var", "num_batches_tracked"]
+        assert set(snapshot.changed_buffers(module.norm)) == {"running_mean", "running_var", "num_batches_tracked"}
     assert module.mean is mean
     after = dict(module.named_buffers())
     assert after.keys() == before.keys()
@@ -238,13 +238,17 @@ def test_all_random_streams_are_as_before():
     assert draws() == expected
 
 
+def run_and_fail(module):
+    module.mean.add_(1)
+    module.seen.append(1)
+    raise ValueError("in the run")
+
+
 def test_everything_is_put_back_when_the_run_fails():
     module = Buffers()
     module.seen = []
-    with pytest.raises(ValueError, match="in the run"), Snapshot(module, CPU):
-        module.mean.add_(1)
-        module.seen.append(1)
-        raise ValueError("in the run")
+    with pytest.raises(ValueError, match="in the run"):
+        after_a_run(module, run_and_fail)
     assert module.mean.tolist() == [0, 0]
     assert module.seen == []
 
