@@ -148,9 +148,9 @@ class ProbeRun(StageRun):
         entered = super()._enter(args, kwargs)
         if self.plan.checkpointed and self.plan.replaced:
             raise RuntimeError(
-                f"{self.cut.blocks[self.blocks.start]} runs under activation checkpointing and is given views of a "
-                "tensor of an earlier stage, which cannot be recomputed. Pass it whole tensors, or checkpoint inside the "
-                "block."
+                f"{self.cut.blocks[self.blocks.start]} runs under activation checkpointing and is given views of "
+                "a tensor of an earlier stage, which cannot be recomputed. Pass it whole tensors, or checkpoint inside "
+                "the block."
             )
         return entered
 

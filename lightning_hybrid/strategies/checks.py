@@ -29,14 +29,12 @@ def check_keywords(options: dict[str, Any]) -> None:
         )
     if options["num_chunks"] > 1 and options["pipeline_parallel_size"] == 1:
         raise ValueError(f"num_chunks={options['num_chunks']} needs pipeline_parallel_size of at least 2, got 1.")
-    partition = options["partition"]
-    if isinstance(partition, str) and partition not in ("balanced", "uniform"):
-        raise ValueError(f"partition={partition!r} is not 'balanced', 'uniform' or a list of block counts.")
+    _check_lists(options["partition"], options["pipeline_layers"])
     for name, only in (("tensor_parallel_size", 1), ("expert_parallel_size", 1), ("replicate_size", 1)):
         if options[name] != only:
             raise ValueError(f"{name}={options[name]} is not supported yet; leave it {only}.")
     if options["zero_stage"] not in (0, 1):
-        raise ValueError(f"zero_stage={options['zero_stage']} is not supported yet; choose 0 or 1.")
+        raise ValueError(f"zero_stage={options['zero_stage']!r} is not supported yet; choose 0 or 1.")
 
 
 def _check_numbers(options: dict[str, Any]) -> None:
@@ -49,6 +47,15 @@ def _check_numbers(options: dict[str, Any]) -> None:
                 f"{name}={value!r} must be a whole number of at least 1"
                 + (", or 'auto'." if name != "num_chunks" else ".")
             )
+
+
+def _check_lists(partition: Any, layers: Any) -> None:
+    counts = partition if isinstance(partition, list | tuple) else []
+    if partition not in ("balanced", "uniform") and not (counts and all(type(n) is int and n > 0 for n in counts)):
+        raise ValueError(f"partition={partition!r} is not 'balanced', 'uniform' or a list of block counts.")
+    names = [layers] if isinstance(layers, str) else layers
+    if layers is not None and not (names and isinstance(names, list | tuple) and all(type(n) is str for n in names)):
+        raise ValueError(f"pipeline_layers={layers!r} is not the dotted name of a list of blocks, or a list of names.")
 
 
 def check_precision(precision: Precision) -> None:

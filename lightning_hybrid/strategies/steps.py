@@ -168,7 +168,10 @@ class StepRunner:
 
         def call(micro_batch: int) -> Any:
             with recorder.recording(sizes[micro_batch]), context():
-                return function(parts[micro_batch], *args[1:])
+                output = function(parts[micro_batch], *args[1:])
+            if hook == "training_step":
+                _check_loss(output)  # in the probe already, where all ranks hear of it
+            return output
 
         mode = (hook, self.module.training, torch.is_grad_enabled())
         return Step((hook, *name), [(mode, structure_key(part)) for part in parts], call)
@@ -252,18 +255,22 @@ class StepRunner:
             divide_gradients(self.engine.local_parameters(), self._window_weight)
 
 
-def _loss_of(output: Any) -> tuple[Tensor, float | None]:
-    """(loss, its weight or None) of what `training_step` returned.
+def _check_loss(output: Any) -> Tensor:
+    """The scalar tensor in what `training_step` returned.
 
     Raises:
-        TypeError: If there is no scalar tensor.
+        TypeError: If there is none.
     """
     loss = output.get(LOSS) if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise TypeError(
             f"training_step returned {type(output).__name__} without a scalar loss tensor. Under this strategy it must "
-            "return the loss, "
-            'or a dictionary with "loss" (and "loss_weight" for an exactly weighted mean).'
+            'return the loss, or a dictionary with "loss" (and "loss_weight" for an exactly weighted mean).'
         )
+    return loss
+
+
+def _loss_of(output: Any) -> tuple[Tensor, float | None]:
+    """(loss, its weight or None) of what `training_step` returned."""
     weight = output.get("loss_weight") if isinstance(output, Mapping) else None
-    return loss.reshape(()), None if weight is None else float(weight)
+    return _check_loss(output).reshape(()), None if weight is None else float(weight)
