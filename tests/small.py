@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -89,6 +89,49 @@ def fit(module, train, strategy="auto", val=None, **options):
 def weights(trainer):
     """The whole model's state: on rank 0, or in one process; empty on other ranks."""
     return trainer.strategy.lightning_module_state_dict()
+
+
+class Watch(Callback):
+    """Keeps copies of all three dictionaries at every moment at which a callback may look at them."""
+
+    def __init__(self):
+        self.seen = []
+
+    def look(self, moment, trainer):
+        kinds = {
+            "callback": trainer.callback_metrics,
+            "logged": trainer.logged_metrics,
+            "bar": trainer.progress_bar_metrics,
+        }
+        values = {f"{kind} {name}": float(value) for kind, found in kinds.items() for name, value in found.items()}
+        self.seen.append((moment, values))
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.look(f"train batch {batch_idx}, {_rounded(outputs)}", trainer)
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.look("train epoch", trainer)
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
+        self.look(f"validation batch {batch_idx}, {_rounded(outputs)}", trainer)
+
+    def on_validation_end(self, trainer, pl_module):
+        self.look("validation", trainer)
+
+    def on_train_end(self, trainer, pl_module):
+        self.look("end", trainer)
+
+
+def _rounded(outputs):
+    scalars = outputs if isinstance(outputs, dict) else {"output": outputs}
+    return {name: round(float(value), 8) for name, value in scalars.items() if value is not None}
+
+
+def assert_same(found, expected):
+    """Two lists of `Watch.seen` agree in every value at every moment."""
+    assert [moment for moment, _ in found] == [moment for moment, _ in expected]
+    for (moment, values), (_, reference) in zip(found, expected, strict=True):
+        assert values == pytest.approx(reference, rel=1e-9, abs=1e-12), moment
 
 
 def refusal(model, options, microbatches=2):

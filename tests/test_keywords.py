@@ -126,8 +126,8 @@ MODELS = [
     ),
     (Small, {"partition": [3, 4]}, "partition=[3, 4] has 2 stages with 7 layers; needed are 2 stages"),
     (Small, {"partition": [2, 2, 2]}, "partition=[2, 2, 2] has 3 stages with 6 layers; needed are 2 stages"),
-    (Small, {"chunks": 4}, "6"),
-    (Small, {"chunks": 4, "partition": "uniform"}, "6"),
+    (Small, {"chunks": 4}, "6 layers cannot fill 8 stages, which need one each."),
+    (Small, {"chunks": 4, "partition": "uniform"}, "6 layers cannot fill 8 stages"),
     (
         NoBlocks,
         {},

@@ -1,0 +1,92 @@
+import pytest
+import torch
+
+from lightning_hybrid.parallel.mesh import Layout, Mesh
+from lightning_hybrid.parallel.transport import Transport
+from tests.launch import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def mesh_and_transport(num_stages):
+    mesh = Mesh(Layout(2, 1), device=CPU)
+    return mesh.pipeline_rank, Transport(mesh, num_stages)
+
+
+def message(stage, micro_batch):
+    """Different shapes and types: a matrix, a number and something empty."""
+    value = 100.0 * stage + micro_batch
+    return [torch.full((2, 3), value), torch.tensor(int(value)), torch.zeros(0, 4)]
+
+
+def around_the_ring():
+    """Four stages on two ranks: each boundary, straight or wrapped, both ways, several micro-batches under way."""
+    rank, transport = mesh_and_transport(4)
+    empty = [torch.empty(2, 3), torch.empty((), dtype=torch.int64), torch.empty(0, 4)]
+    boundaries = [(stage, i) for stage in range(3) for i in range(3)]
+    seen = {}
+    for forward in (True, False):
+        for stage, i in boundaries:
+            receiver = stage + 1 if forward else stage
+            if receiver % 2 == rank:
+                transport.post([torch.empty_like(buffer) for buffer in empty], receiver, i, forward=forward)
+        for stage, i in boundaries:
+            sender = stage if forward else stage + 1
+            if sender % 2 == rank:
+                transport.send(message(sender, i), sender, i, forward=forward)
+        for stage, i in reversed(boundaries):  # taken in another order than they were sent
+            receiver = stage + 1 if forward else stage
+            if receiver % 2 == rank:
+                matrix, number, nothing = transport.take(receiver, i, forward=forward)
+                seen[forward, receiver, i] = (matrix.unique().tolist(), number.item(), tuple(nothing.shape))
+    transport.finish()
+    return seen
+
+
+def test_messages_reach_the_neighbouring_stage_both_ways_and_around_the_end():
+    first, second = run_ranks(2, around_the_ring)
+    seen = first | second
+    assert len(seen) == len(first) + len(second) == 18
+    for (forward, receiver, i), (matrix, number, shape) in seen.items():
+        sender = receiver - 1 if forward else receiver + 1
+        assert (matrix, number, shape) == ([100 * sender + i], 100 * sender + i, (0, 4))
+
+
+def buffers_live():
+    rank, transport = mesh_and_transport(2)
+    if rank == 0:
+        for i in range(5):
+            source = torch.full((3, 2), float(i), requires_grad=True)
+            transport.send([source.t()], 0, i, forward=True)  # not contiguous, needs a gradient, and is gone at once
+            del source
+    else:
+        for i in range(5):
+            transport.post([torch.empty(2, 3)], 1, i, forward=True)
+        return [transport.take(1, i, forward=True)[0].mean().item() for i in range(5)]
+    return transport.finish()
+
+
+def test_what_is_sent_may_be_strided_and_is_kept_until_it_has_left():
+    assert run_ranks(2, buffers_live)[1] == [0, 1, 2, 3, 4]
+
+
+def misuse():
+    rank, transport = mesh_and_transport(2)
+    transport.send([], 0, 0, forward=True) if rank == 0 else transport.post([], 1, 0, forward=True)
+    if rank == 0:
+        transport.finish()
+        with pytest.raises(KeyError):
+            transport.take(0, 0, forward=False)
+        return True
+    with pytest.raises(AssertionError, match="received and never used"):
+        transport.finish()
+    assert transport.take(1, 0, forward=True) == []
+    transport.finish()
+    transport.post([], 1, 7, forward=True)
+    transport.clear()
+    transport.finish()
+    return True
+
+
+def test_nothing_is_left_over_after_a_step_and_a_failure_can_be_cleared():
+    assert run_ranks(2, misuse) == [True, True]
