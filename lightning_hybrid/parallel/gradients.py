@@ -83,9 +83,9 @@ def gradient_norm(parameters: Iterable[nn.Parameter], *, norm_type: float = 2.0,
     stacked = torch.stack([norm.double() for norm in norms]) if norms else torch.zeros(1, dtype=torch.float64)
     stacked = stacked.to(device)
     if math.isinf(norm_type):
-        total = stacked.max()
-        dist.all_reduce(total, op=dist.ReduceOp.MAX)
-        return total
+        everyone = [torch.empty_like(stacked[0]) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, stacked.max())  # gloo's MAX loses NaN
+        return torch.stack(everyone).max()
     total = stacked.pow(norm_type).sum()
     dist.all_reduce(total)
     return total.pow(1.0 / norm_type)

@@ -30,8 +30,12 @@ def gather_model_state(engine: Engine, keys: list[str]) -> dict[str, Any]:
     if parts is None:
         return {}
     state = {key: value for part in parts for key, value in part.items()}
-    aliases = engine.cut.aliases if engine.cut else {}
-    state |= {alias: state[name] for alias, name in aliases.items() if alias in keys and name in state}
+    shared = [engine.cut.names_of(name) for name in set(engine.cut.aliases.values())] if engine.cut else []
+    for known in shared:
+        value = next(
+            (state[other] for other in known if other in state), None
+        )  # an owner may know the second name only
+        state |= {other: value for other in known if other in keys and value is not None}
     missing = [key for key in keys if key not in state]
     if missing:
         raise RuntimeError(

@@ -106,3 +106,16 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
                 "LBFGS evaluates the loss several times a step, which a pipeline's step cannot do. Choose another "
                 "optimizer."
             )
+
+
+def check_resumable(world_size: int) -> None:
+    """Refuse to go on with optimizer states over several processes.
+
+    Raises:
+        RuntimeError: If there is more than one process.
+    """
+    if world_size > 1:
+        raise RuntimeError(
+            f"ckpt_path with optimizer states is not supported on {world_size} processes yet. Load the weights alone, with "
+            "load_from_checkpoint, or resume in one process."
+        )

@@ -19,7 +19,13 @@ from lightning_hybrid.parallel.executor import Event
 from lightning_hybrid.parallel.gradients import install_gradients, take_gradients
 from lightning_hybrid.parallel.saving import gather_model_state, gather_optimizer_state
 from lightning_hybrid.strategies.assembly import Assembly, Ground, assemble, survey
-from lightning_hybrid.strategies.checks import check_keywords, check_module, check_optimizers, check_precision
+from lightning_hybrid.strategies.checks import (
+    check_keywords,
+    check_module,
+    check_optimizers,
+    check_precision,
+    check_resumable,
+)
 from lightning_hybrid.strategies.clipping import Clipping
 from lightning_hybrid.strategies.evaluation import DataLoaders
 from lightning_hybrid.strategies.optimizers import ParameterGroups
@@ -287,6 +293,11 @@ class HybridPTDPStrategy(ProcessStrategy):
         bare = getattr(optimizer, "optimizer", optimizer)
         index, groups = self.optimizers.index(bare), assembly.groups
         return gather_optimizer_state(assembly.engine, bare, groups.names[index], groups.given[index])
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        check_resumable(self.world_size)
+        super().load_optimizer_state_dict(checkpoint)
 
     def timeline(self) -> list[Event]:
         """Measured times of the last step's actions on all ranks of this replica's pipeline; all ranks must call it.
