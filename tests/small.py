@@ -98,12 +98,8 @@ class Watch(Callback):
         self.seen = []
 
     def look(self, moment, trainer):
-        kinds = {
-            "callback": trainer.callback_metrics,
-            "logged": trainer.logged_metrics,
-            "bar": trainer.progress_bar_metrics,
-        }
-        values = {f"{kind} {name}": float(value) for kind, found in kinds.items() for name, value in found.items()}
+        kinds = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+        values = {f"{kind} {name}": float(v) for kind in kinds for name, v in getattr(trainer, kind).items()}
         self.seen.append((moment, values))
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -150,7 +146,7 @@ def refusals(models, options):
 
 def check_refused(patterns, size=2, **options):
     """For each model that the patterns are of, every rank says what the pattern asks for, and none has trained."""
-    for outcomes in run_trainers(size, refusals, list(patterns), options):
+    for outcomes in run_trainers(size, refusals, list(patterns), options, timeout=60):
         for (message, untouched), pattern in zip(outcomes, patterns.values(), strict=True):
             assert re.search(pattern, message, re.DOTALL), f"{message}\n\ndoes not match\n\n{pattern}"
             assert untouched

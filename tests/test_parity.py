@@ -66,8 +66,8 @@ def _launch(rows: list[Row]) -> dict[Row, list[Outcome]]:
 @pytest.fixture(scope="module")
 def launches(request: pytest.FixtureRequest) -> Launches:
     """Of the rows that this run of pytest selected."""
-    selected = [item.callspec.params["row"] for item in request.session.items if "launches" in item.fixturenames]
-    return Launches(sorted(selected, key=PRODUCT.index))
+    items = [item for item in request.session.items if "launches" in getattr(item, "fixturenames", ())]
+    return Launches(sorted((item.callspec.params["row"] for item in items), key=PRODUCT.index))
 
 
 @pytest.mark.filterwarnings("ignore:You defined a .validation_step.")

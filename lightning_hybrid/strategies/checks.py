@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
@@ -116,6 +116,15 @@ def check_resumable(world_size: int) -> None:
     """
     if world_size > 1:
         raise RuntimeError(
-            f"ckpt_path with optimizer states is not supported on {world_size} processes yet. Load the weights alone, with "
-            "load_from_checkpoint, or resume in one process."
+            f"ckpt_path with optimizer states is not supported on {world_size} processes yet. Load the weights alone, "
+            "with load_from_checkpoint, or resume in one process."
         )
+
+
+def refuse_predict() -> NoReturn:
+    """Refuse to predict over a pipeline.
+
+    Raises:
+        RuntimeError: Always.
+    """
+    raise RuntimeError("predict is not supported with pipeline_parallel_size above 1 yet; predict in one process.")

@@ -18,14 +18,8 @@ from lightning_hybrid.compat import is_accumulating
 from lightning_hybrid.parallel.executor import Event
 from lightning_hybrid.parallel.gradients import install_gradients, take_gradients
 from lightning_hybrid.parallel.saving import gather_model_state, gather_optimizer_state
+from lightning_hybrid.strategies import checks
 from lightning_hybrid.strategies.assembly import Assembly, Ground, assemble, survey
-from lightning_hybrid.strategies.checks import (
-    check_keywords,
-    check_module,
-    check_optimizers,
-    check_precision,
-    check_resumable,
-)
 from lightning_hybrid.strategies.clipping import Clipping
 from lightning_hybrid.strategies.evaluation import DataLoaders
 from lightning_hybrid.strategies.optimizers import ParameterGroups
@@ -87,7 +81,7 @@ class HybridPTDPStrategy(ProcessStrategy):
             "partition": partition,
             "zero_stage": zero_stage,
         }
-        check_keywords(self.options)
+        checks.check_keywords(self.options)
         self.record_timeline = False
         self._ground: Ground | None = None
         self._assembly: Assembly | None = None
@@ -121,7 +115,7 @@ class HybridPTDPStrategy(ProcessStrategy):
         module = self.lightning_module
         assert module is not None
         self.accelerator.setup(trainer)
-        check_precision(self.precision_plugin)
+        checks.check_precision(self.precision_plugin)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self._summary.show(trainer, module)
@@ -147,8 +141,8 @@ class HybridPTDPStrategy(ProcessStrategy):
         if fitting:
             self.setup_optimizers(trainer)
             if not is_plain:
-                check_module(module)
-                check_optimizers(self.optimizers)
+                checks.check_module(module)
+                checks.check_optimizers(self.optimizers)
             groups = ParameterGroups(self.optimizers, module)
         assembly = assemble(module, self.options, ground, groups)
         assembly.is_plain = is_plain
@@ -234,11 +228,9 @@ class HybridPTDPStrategy(ProcessStrategy):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.assembly.engine.cut is None:
-            return super().predict_step(*args, **kwargs)
-        raise RuntimeError(
-            "predict is not supported with pipeline_parallel_size above 1 yet; use pipeline_parallel_size=1."
-        )
+        if self.assembly.engine.cut is not None:
+            checks.refuse_predict()
+        return super().predict_step(*args, **kwargs)
 
     def _evaluate(self, hook: str, kind: str, context: Any, args: list[Any]) -> Any:
         loader = args[2] if len(args) > 2 and isinstance(args[2], int) else 0
@@ -296,7 +288,7 @@ class HybridPTDPStrategy(ProcessStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        check_resumable(self.world_size)
+        checks.check_resumable(self.world_size)
         super().load_optimizer_state_dict(checkpoint)
 
     def timeline(self) -> list[Event]:

@@ -130,6 +130,7 @@ class Recorder:
         if run is not None and not isinstance(value, Metric):
             run.observe(value, f"self.log({name!r}, ...)")
             if run.is_probe:
+                _reduction(name, reduce_fx), _scalar(name, value, self._device)  # where all ranks hear of a mistake
                 return
         occurrence = self._seen[name] = self._seen.get(name, -1) + 1
         given = dict(zip(KEPT, (prog_bar, logger, on_step, on_epoch, add_dataloader_idx), strict=True))

@@ -96,30 +96,30 @@ def test_hooks_see_what_the_last_stages_steps_left_in_the_same_objects():
 
 class Logging(Module):
     def on_train_batch_end(self, *args):
-        self.log("a", self.value)
+        self.log("a", self._value)
         self.log("s", 1.0, reduce_fx="sum")
-        self.log("m", self.value, reduce_fx="max", batch_size=3)
+        self.log("m", self._value, reduce_fx="max", batch_size=3)
         return "returned"
 
     def on_validation_epoch_end(self):
-        self.log("inner", self.value, reduce_fx="sum")
+        self.log("inner", self._value, reduce_fx="sum")
 
     def on_test_epoch_end(self):
         self.on_validation_epoch_end()
-        self.log("outer", self.value)
+        self.log("outer", self._value)
 
     def on_train_end(self):
         self.ended = True
 
     def on_validation_start(self):
-        if self.value == 100:  # one stage of one replica, not the last
+        if self._value == 100:  # one stage of one replica, not the last
             self.log("rare", 7.0)
 
 
 def logged():
     module = Logging()
     mesh = hooks_of(module, Layout(2, 2))
-    module.value = 2.0 + 2 * mesh.data_rank if mesh.pipeline_rank == 1 else 100.0 + mesh.data_rank
+    module._value = 2.0 + 2 * mesh.data_rank if mesh.pipeline_rank == 1 else 100.0 + mesh.data_rank
     returned = module.on_train_batch_end(None, None, 0)
     at_batch_end = list(module.logged)
     module.logged.clear()
@@ -147,7 +147,7 @@ def wrapped_names():
     hooks.install()
     names = {name for name in vars(module) if name.startswith("on_")}
     hooks.install()  # a second time changes nothing
-    module.value = 5.0
+    module._value = 5.0
     module.on_validation_epoch_end()
     hooks.remove()
     hooks.remove()

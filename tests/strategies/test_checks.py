@@ -1,0 +1,146 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch.optim import LBFGS, SGD, AdamW
+
+from lightning_hybrid.strategies.checks import (
+    PRECISIONS,
+    SCHEDULES,
+    check_keywords,
+    check_module,
+    check_optimizers,
+    check_precision,
+    check_resumable,
+)
+
+DEFAULTS = {
+    "pipeline_parallel_size": "auto",
+    "tensor_parallel_size": 1,
+    "expert_parallel_size": 1,
+    "replicate_size": 1,
+    "num_chunks": 1,
+    "num_microbatches": "auto",
+    "schedule": "auto",
+    "pipeline_layers": None,
+    "partition": "balanced",
+    "zero_stage": 1,
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"pipeline_parallel_size": 1, "num_microbatches": 1},
+        {"pipeline_parallel_size": 8, "num_chunks": 3, "schedule": "gpipe"},
+        {"num_chunks": 2, "schedule": "interleaved_1f1b"},
+        {"partition": (3, 1), "pipeline_layers": ["encoder.block", "decoder.block"]},
+        {"pipeline_layers": ""},  # the root itself
+        *({"schedule": schedule} for schedule in SCHEDULES),
+        *({"zero_stage": stage} for stage in (0, 1)),
+    ],
+)
+def test_keywords_in_range_pass(options):
+    check_keywords({**DEFAULTS, **options})
+
+
+@pytest.mark.parametrize("name", ["pipeline_parallel_size", "num_chunks", "num_microbatches"])
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, None, "2", "Auto", [1]])
+def test_sizes_are_whole_numbers_of_at_least_one(name, value):
+    with pytest.raises(ValueError, match=rf"{name}=.* must be a whole number of at least 1"):
+        check_keywords({**DEFAULTS, name: value})
+
+
+def test_only_two_sizes_can_be_chosen_automatically():
+    with pytest.raises(ValueError, match=r"num_chunks='auto' must be a whole number of at least 1\.$"):
+        check_keywords({**DEFAULTS, "num_chunks": "auto"})
+
+
+@pytest.mark.parametrize("value", ["even", [], [0, 2], [1.0, 2], [True, 1], None, 3, ["1"]])
+def test_a_partition_has_a_name_or_positive_counts(value):
+    with pytest.raises(ValueError, match="is not 'balanced', 'uniform' or a list of block counts"):
+        check_keywords({**DEFAULTS, "partition": value})
+
+
+@pytest.mark.parametrize("value", [[], [None], 3, ["a", 1], {"a"}])
+def test_layers_are_named_by_strings(value):
+    with pytest.raises(ValueError, match="is not the dotted name of a list of blocks"):
+        check_keywords({**DEFAULTS, "pipeline_layers": value})
+
+
+class Manual(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OwnBackward(LightningModule):
+    def backward(self, loss):
+        loss.backward()
+
+
+class Inherits(OwnBackward):
+    pass
+
+
+class Usual(LightningModule):
+    def on_after_backward(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Manual, "automatic_optimization=False"),
+        (OwnBackward, r"OwnBackward\.backward is"),
+        (Inherits, r"Inherits\.backward"),
+    ],
+)
+def test_modules_that_run_the_backward_pass_themselves_are_refused(module, message):
+    with pytest.raises(ValueError, match=message):
+        check_module(module())
+
+
+def test_usual_modules_and_optimizers_pass():
+    check_module(Usual())
+    weight = torch.nn.Parameter(torch.zeros(1))
+    check_optimizers([])
+    check_optimizers([AdamW([{"params": [weight]}])])
+
+
+def test_several_optimizers_and_those_that_repeat_the_step_are_refused_by_name():
+    weight = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(ValueError, match=r"returned 2 optimizers \(SGD, AdamW\); one with several groups works"):
+        check_optimizers([SGD([weight]), AdamW([weight])])
+
+    class Mine(LBFGS):
+        pass
+
+    with pytest.raises(ValueError, match="LBFGS evaluates the loss several times a step"):
+        check_optimizers([Mine([weight])])
+
+
+@pytest.mark.parametrize(
+    "plugin",
+    [Precision, DoublePrecision, lambda: MixedPrecision("bf16-mixed", "cpu"), lambda: HalfPrecision("bf16-true")],
+)
+def test_precisions_without_a_loss_scale_pass(plugin):
+    check_precision(plugin())
+    assert plugin().precision in PRECISIONS
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true", "transformer-engine"])
+def test_other_precisions_are_refused_with_those_that_work(precision):
+    with pytest.raises(
+        ValueError, match=rf"precision='{precision}' does not work.*32-true, bf16-true, bf16-mixed, 64-true"
+    ):
+        check_precision(SimpleNamespace(precision=precision))
+
+
+def test_one_process_alone_can_resume():
+    check_resumable(1)
+    with pytest.raises(RuntimeError, match="not supported on 4 processes yet"):
+        check_resumable(4)
