@@ -19,6 +19,8 @@ from torchmetrics import (
 from tests.launch import run_trainers
 from tests.small import LAYOUTS, Small, Watch, assert_same, check_refused, fit, hybrid, loader
 
+pytestmark = pytest.mark.filterwarnings("ignore:Metric `.*` will save all targets and predictions")
+
 
 class Worst(Metric):
     """The largest error, and the mean over replicas of how many updates there were."""
@@ -48,9 +50,11 @@ class WithMetrics(Small):
         self.mean, self.total = MeanMetric().double(), SumMetric().double()
         self.squared, self.pearson = MeanSquaredError().double(), PearsonCorrCoef().double()
         self.nested = nn.ModuleDict({"inner": nn.ModuleList([Worst()])})
-        self.several = MetricCollection({"abs": MeanAbsoluteError(), "r2": R2Score()}, prefix="train_").double()
+        several = {"abs": MeanAbsoluteError(), "squared": MeanSquaredError()}
+        self.several = MetricCollection(several, prefix="train_").double()
         self.spearman, self.all = SpearmanCorrCoef().double(), CatMetric().double()
-        self.val_squared, self.val_several = MeanSquaredError().double(), self.several.clone(prefix="val_")
+        self.val_squared = MeanSquaredError().double()
+        self.val_several = MetricCollection([MeanAbsoluteError(), R2Score()], prefix="val_").double()
         self.by_hand = MeanAbsoluteError().double()
 
     def training_step(self, batch, batch_idx):
@@ -62,7 +66,7 @@ class WithMetrics(Small):
         self.log("total", self.total, on_step=False, on_epoch=True)
         of(self.squared, out, y)
         self.log("squared", self.squared)
-        of(self.pearson, out, y)
+        of(self.pearson.update, out, y)
         self.log("pearson", self.pearson, on_step=False, on_epoch=True)
         of(self.nested["inner"][0], out, y)
         self.log("worst", self.nested["inner"][0], on_step=True, on_epoch=True)
@@ -103,7 +107,9 @@ def reference():
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_rank_shows_the_values_of_one_process(layout, reference):
-    assert {"callback_metrics spearman", "callback_metrics val_r2", "callback_metrics by_hand"} <= set(reference[-1][1])
+    assert {"callback_metrics spearman", "callback_metrics val_R2Score", "callback_metrics by_hand"} <= set(
+        reference[-1][1]
+    )
     for seen in run_trainers(layout[0] * layout[1], without_sanity_check, layout):
         assert_same(seen, reference)
 
@@ -138,14 +144,14 @@ class OfAnotherStage(Small):
 
     def __init__(self):
         super().__init__()
-        self.mean = MeanMetric().double()
+        self.squared = MeanSquaredError().double()
 
     def training_step(self, batch, batch_idx):
         x = kept = self.blocks[0](self.inlet(batch[0]))
         for block in self.blocks[1:]:
             x = block(x)
-        self.mean(kept)
-        self.log("mean", self.mean)
+        self.squared(kept, batch[0])
+        self.log("squared", self.squared)
         return self.outlet(x).mean()
 
 
@@ -154,6 +160,6 @@ def test_metric_that_ranks_cannot_agree_on_is_refused_on_every_rank():
         {
             StepDependent: "squared has dist_sync_on_step=True, .* Leave it False",
             NotAnAttribute: "self.log.'lost', metric.: the metric is not an attribute of the LightningModule",
-            OfAnotherStage: "the metric mean reads a value of blocks.0, which lives on an earlier pipeline stage",
+            OfAnotherStage: "the metric squared reads a value of blocks.0, which lives on an earlier pipeline stage",
         }
     )

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_hybrid.compat import cached_value, set_cached_value, set_step_value
 from lightning_hybrid.functional.trees import map_leaves
@@ -43,7 +44,8 @@ class MetricObjects:
                     "do not join. Leave it False: values with on_step=True cover the whole batch of all replicas "
                     "anyway."
                 )
-            metric.process_group = mesh.data_group
+            if metric.dist_sync_fn is None:
+                metric.dist_sync_fn = _GatherOver(mesh.data_group)
             self._twins[name] = copy.deepcopy(metric)
             metric.register_forward_hook(self._follow(name, metric), with_kwargs=True)
             if mesh.layout.pipeline > 1:
@@ -101,6 +103,19 @@ class MetricObjects:
         box = [map_leaves(_to(torch.device("cpu")), compute())] if mesh.rank == last else [None]
         dist.broadcast_object_list(box, src=last, group=mesh.pipeline_group)
         return map_leaves(_to(mesh.device), box[0])
+
+
+class _GatherOver:
+    """Gathers states over a group; unlike `Metric.process_group` it lets a metric be copied."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def __call__(self, state: Tensor, group: object = None) -> list[Tensor]:
+        return gather_all_tensors(state, self._group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GatherOver:
+        return self
 
 
 def outermost_metrics(module: nn.Module, prefix: str = "") -> Iterable[tuple[str, Metric]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_hybrid.functional.schedules import usable_microbatches
@@ -237,19 +237,21 @@ class StepRunner:
                 recorder.add(key, value.detach().reshape(()), float(samples))
             elif value is not None and name not in self._dropped:
                 self._dropped.add(str(name))
-                rank_zero_warn(
-                    f"The step returns {name or 'a value'} of type {type(value).__name__}, which is not a "
-                    "floating-point scalar: it is not passed on to hooks, because each rank has only a part of it."
-                )
+                if self.engine.mesh.data_rank == 0:  # only the last stage knows, which is never global rank 0
+                    warnings.warn(
+                        f"The step returns {name or 'a value'} of type {type(value).__name__}, which is not a "
+                        "floating-point scalar: it is not passed on to hooks, because each rank has only a part of it.",
+                        stacklevel=2,
+                    )
 
     def _finish_weights(self, num_weighted: float, num_plain: float, weight: float, *, first: bool, last: bool) -> None:
-        if num_weighted and num_plain:
-            raise ValueError(
-                f"training_step returned a loss_weight for {num_weighted:.0f} micro-batches and none for "
-                f"{num_plain:.0f}. Return it always or never."
-            )
         if first:
             self._window_weight = 0.0
+        if num_plain and (num_weighted or self._window_weight):
+            raise ValueError(
+                f"training_step returned a loss_weight for {num_weighted:.0f} micro-batches and none for "
+                f"{num_plain:.0f} of the same accumulation window. Return it always or never."
+            )
         self._window_weight += weight if num_weighted else 0.0
         if last and num_weighted:
             divide_gradients(self.engine.local_parameters(), self._window_weight)
