@@ -123,14 +123,14 @@ def _rounded(outputs):
     return {name: round(float(value), 8) for name, value in scalars.items() if value is not None}
 
 
-def assert_same(found, expected):
+def assert_same(found, expected, rel=1e-9):
     """Two lists of `Watch.seen` agree in every value at every moment."""
     assert [moment for moment, _ in found] == [moment for moment, _ in expected]
     for (moment, values), (_, reference) in zip(found, expected, strict=True):
-        assert set(values) == set(reference), moment
-        near = {name: pytest.approx(value, rel=1e-9, abs=1e-12) for name, value in reference.items()}
+        assert set(values) == set(reference), f"{moment}: {set(values) ^ set(reference)}"
+        near = {name: pytest.approx(value, rel=rel, abs=rel / 1000) for name, value in reference.items()}
         wrong = {name: (values[name], reference[name]) for name in reference if values[name] != near[name]}
-        assert not wrong, moment
+        assert not wrong, f"{moment}: found and expected are {wrong}"
 
 
 def refusal(model, options, microbatches=2):

@@ -106,12 +106,20 @@ class MetricObjects:
 
 
 class _GatherOver:
-    """Gathers states over a group; unlike `Metric.process_group` it lets a metric be copied."""
+    """Gathers states over a group; unlike `Metric.process_group` it lets a metric be copied.
+
+    A list that a replica without samples has left empty takes the type and the dimensions that it has elsewhere.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def __call__(self, state: Tensor, group: object = None) -> list[Tensor]:
+        everyone: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(everyone, (state.shape[1:], state.dtype) if state.numel() else None, group=self._group)
+        known = next((other for other in everyone if other is not None), None)
+        if known is not None and not state.numel():
+            state = state.new_empty((0, *known[0]), dtype=known[1])
         return gather_all_tensors(state, self._group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _GatherOver:

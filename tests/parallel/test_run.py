@@ -57,19 +57,12 @@ def test_a_value_without_gradient_is_filled_without_one():
     fill_in_place(dummy, torch.tensor([1.0, 2.0, 3.0]))
     assert dummy.tolist() == [1, 2, 3]
     assert not dummy.requires_grad
-    with torch.no_grad():
-        quiet = torch.empty(3)
-        fill_in_place(quiet, received(3).detach())
-    assert not quiet.requires_grad
 
 
-def test_whole_numbers_and_transposed_memory_are_filled():
+def test_transposed_memory_is_filled():
     dummy = torch.empty_strided((2, 3), (1, 2))
     fill_in_place(dummy, received(2, 3))
     assert dummy.tolist() == [[1, 2, 3], [4, 5, 6]]
-    numbers = torch.empty(2, dtype=torch.int64)
-    fill_in_place(numbers, torch.tensor([3, 4]))
-    assert numbers.tolist() == [3, 4]
 
 
 @pytest.mark.parametrize(
@@ -212,9 +205,9 @@ def test_stages_one_after_the_other_give_the_loss_and_gradients_of_the_whole(mod
 
 
 def test_an_evaluation_gives_the_same_loss_without_gradients():
-    model, x = Chain(), torch.ones(2, 3).double()
-    _, _, ends = stages(model, (2, 2), x, training=False)
-    torch.testing.assert_close(ends[-1][1].output, model(x).detach())
+    x = torch.ones(2, 3).double()
+    _, _, ends = stages(Chain(), (2, 2), x, training=False)
+    torch.testing.assert_close(ends[-1][1].output, Chain()(x).detach())
     assert not ends[0][1].payload[0].requires_grad
 
 
