@@ -30,7 +30,7 @@ class BlockThatAdds(BlockWithAux):
 class Adding(Small):
     """Its blocks add their losses; what the step returns and logs does not contain them."""
 
-    block, rate = BlockThatAdds, 0.03
+    block = BlockThatAdds
 
     def __init__(self, weighted=False):
         super().__init__()
