@@ -1,0 +1,193 @@
+"""Reports about other systems, by their number in the list of cases: tied weights, accumulation, batches, schedules."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.launch import run_trainers
+from tests.small import LAYOUTS, WIDTH, Small, Watch, assert_same, fit, hybrid, loader, samples, weights
+
+
+class Tied(Small):
+    """The head multiplies by the embedding's weights; the embedding is on the first stage and the head on the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.inlet = nn.Embedding(8, WIDTH).double()
+        self.outlet = nn.Linear(WIDTH, 8, bias=False).double()
+        self.outlet.weight = self.inlet.weight
+
+    def loss(self, batch):
+        tokens = batch[0].argsort(dim=1)
+        return F.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 0.01)
+
+
+class Copies(Callback):
+    """This rank's copy of the shared weights after each step; none where neither module is."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        self.seen.append([p.detach().clone() for name, p in pl_module.named_parameters() if "let.weight" in name])
+
+
+def tied(options, data=1):
+    copies, strategy = Copies(), "auto" if options is None else hybrid(**options)
+    trainer = fit(Tied(), loader(20, 4, data), strategy, callbacks=[copies], gradient_clip_val=0.05)
+    return copies.seen, weights(trainer)
+
+
+@pytest.mark.parametrize(
+    ("options", "data"),
+    [({}, 1), ({"pipeline": 4}, 1), ({"chunks": 2}, 1), ({"zero_stage": 0}, 2), ({}, 2)],
+    ids=str,
+)
+def test_tied_weights_stay_equal_and_count_once(options, data):
+    """Case 4: copies are equal to the bit after every step; clipped by a norm that counts them once."""
+    outcomes = run_trainers(options.get("pipeline", 2) * data, tied, options, data)
+    state, expected = outcomes[0][1], dict(tied(None)[1])
+    torch.testing.assert_close(state, expected)
+    assert {"inlet.weight", "outlet.weight"} <= set(state)
+    Tied().load_state_dict(state, strict=True)
+    if options.get("zero_stage") == 0 or data == 1:  # else each replica has a part
+        for copies in zip(*(seen for seen, _ in outcomes), strict=True):
+            held = [copy for of_rank in copies for copy in of_rank]
+            assert len(held) == 2 * data
+            assert all(torch.equal(copy, held[0]) for copy in held)
+
+
+class PerToken(Small):
+    """Sequences of different lengths, whose padding has no loss; the mean over all tokens of a window."""
+
+    def forward(self, x):
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = block(x)
+        return x + self.outlet(x)
+
+    def errors(self, batch):
+        x, y = batch
+        lengths = 1 + (x[:, 0].abs() * 100).long() % WIDTH
+        valid = torch.arange(WIDTH) < lengths[:, None]
+        return (self(x) - y).square() * valid, valid.sum(1)
+
+    def training_step(self, batch, batch_idx):
+        errors, lengths = self.errors(batch)
+        return {"loss": errors.sum() / lengths.sum(), "loss_weight": lengths.sum()}
+
+
+class PerSequence(PerToken):
+    """The mean over sequences of their means over tokens."""
+
+    def training_step(self, batch, batch_idx):
+        errors, lengths = self.errors(batch)
+        return (errors.sum(1) / lengths).mean()
+
+
+def batches(sizes, seed=0):
+    """Batches of the given sizes, in order."""
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    chosen = [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
+    return DataLoader(samples(sum(sizes), seed), batch_sampler=chosen)
+
+
+def accumulated(model, batch, accumulate, layout=None):
+    pipeline, data, chunks = layout or (1, 1, 1)
+    strategy = hybrid(pipeline, chunks) if layout else "auto"
+    return weights(fit(model(), loader(24, batch, data), strategy, accumulate_grad_batches=accumulate))
+
+
+@pytest.mark.parametrize(("batch", "accumulate"), [(4, 4), (8, 2), (16, 1)])
+def test_weighted_window_is_one_big_batch(batch, accumulate):
+    """Case 11: with `loss_weight` a window is the mean over its tokens, also the last one, which is shorter."""
+    expected = dict(weights(fit(PerToken(), batches([16, 8]))))
+    for layout in LAYOUTS:
+        found = run_trainers(layout[0] * layout[1], accumulated, PerToken, batch, accumulate, layout)[0]
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_window_without_weights_follows_lightning(accumulate):
+    """Case 11: without it samples count alike, and Lightning divides the last window by its full number of batches."""
+    expected = dict(accumulated(PerSequence, 4, accumulate))
+    for layout in LAYOUTS:
+        found = run_trainers(layout[0] * layout[1], accumulated, PerSequence, 4, accumulate, layout)[0]
+        torch.testing.assert_close(found, expected)
+
+
+class Logging(Small):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+class Validating(Logging):
+    def validation_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("val_loss", loss)
+        return loss
+
+
+def odd_batches(sizes, options):
+    """Training on batches of these sizes, and validation in between."""
+    watch, strategy = Watch(), "auto" if options is None else hybrid(**options)
+    limits = {"val_check_interval": 1, "max_epochs": 2, "log_every_n_steps": 1}
+    trainer = fit(Validating(), batches(sizes), strategy, batches(sizes[::-1], seed=1), callbacks=[watch], **limits)
+    return watch.seen, weights(trainer)
+
+
+@pytest.mark.parametrize("sizes", [[8], [4, 4, 2], [1, 8, 2, 3, 8]], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"microbatches": 3},
+        {"microbatches": 9},
+        {"microbatches": 4, "schedule": "gpipe"},
+        {"microbatches": 4, "chunks": 2},
+    ],
+    ids=str,
+)
+def test_batch_that_no_number_of_microbatches_divides(sizes, options):
+    """Case 12: also batches smaller than the number of micro-batches, and whole ones after them."""
+    seen, expected = odd_batches(sizes, None)
+    outcomes = run_trainers(2, odd_batches, sizes, options)
+    for found, _ in outcomes:
+        assert_same(found, seen)
+    torch.testing.assert_close(outcomes[0][1], dict(expected))
+
+
+def very_different(options):
+    """Two steps on batches whose four micro-batches have losses of very different sizes."""
+    x, y = samples(8).tensors
+    train = DataLoader(TensorDataset(x, y * torch.tensor([1.0, 10, 100, 1000]).repeat_interleave(2)[:, None]), 8)
+    watch, strategy = Watch(), "auto" if options is None else hybrid(microbatches=4, **options)
+    limits = {"gradient_clip_val": 1.0, "max_epochs": 2, "log_every_n_steps": 1}
+    trainer = fit(Logging(), train, strategy, callbacks=[watch], **limits)
+    return watch.seen, weights(trainer)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "gpipe"},
+        {"schedule": "1f1b"},
+        {"schedule": "gpipe", "chunks": 2},
+        {"schedule": "interleaved_1f1b", "chunks": 2},
+    ],
+    ids=str,
+)
+def test_every_microbatch_has_its_own_loss(options):
+    """Case 37: what is reported is the mean of all four, and what is trained too."""
+    seen, expected = very_different(None)
+    outcomes = run_trainers(2, very_different, options)
+    for found, _ in outcomes:
+        assert_same(found, seen)
+    torch.testing.assert_close(outcomes[0][1], dict(expected))
