@@ -224,7 +224,7 @@ class Perceptron(LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-def against_plain(case: str, rounds: int = 20, num_steps: int = 100) -> None:
+def against_plain(case: str, rounds: int = 40, num_steps: int = 50) -> None:
     batches = list(torch.randn(num_steps, 128, 256))
 
     def ours() -> float:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
     from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import Strategy
     from torchmetrics import Metric
 
 
@@ -35,6 +36,11 @@ def is_view(tensor: Tensor) -> bool:
 def buffer_names(module: nn.Module) -> list[str]:
     """Names of a module's own buffers, those that are None too: `named_buffers` leaves them out."""
     return list(module._buffers)
+
+
+def sync_batchnorm(strategy: Strategy) -> bool:
+    """Whether `Trainer(sync_batchnorm=True)`: Lightning leaves the request in a private attribute of the strategy."""
+    return getattr(strategy, "_layer_sync", None) is not None
 
 
 def is_accumulating(trainer: Trainer) -> bool:

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import Callback
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tests.launch import run_trainers
 from tests.small import LAYOUTS, WIDTH, Small, Watch, assert_same, fit, hybrid, loader, samples, weights
@@ -162,6 +163,44 @@ def test_batch_that_no_number_of_microbatches_divides(sizes, options):
     for found, _ in outcomes:
         assert_same(found, seen)
     torch.testing.assert_close(outcomes[0][1], dict(expected))
+
+
+UNEVEN = [[1, 5], [4, 2], [3, 3], [2, 7], [1, 1]]  # samples of either replica, step by step
+
+
+class Given(Dataset):
+    """Each item is a batch of the given size."""
+
+    def __init__(self, sizes):
+        self.parts = list(zip(*(tensor.split(sizes) for tensor in samples(sum(sizes)).tensors), strict=True))
+
+    def __len__(self):
+        return len(self.parts)
+
+    def __getitem__(self, index):
+        return self.parts[index]
+
+
+def uneven_replicas(options):
+    train = Given([size for step in UNEVEN for size in step])
+    mine = range(dist.get_rank() % 2, len(train), 2)
+    return weights(
+        fit(
+            Small(),
+            DataLoader(train, None, sampler=mine),
+            hybrid(microbatches=4, **options),
+            use_distributed_sampler=False,
+        )
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": 2}, {"zero_stage": 0}, {"pipeline": 1}], ids=str)
+def test_replicas_whose_batches_differ_in_size(options):
+    """Case 12: they run different numbers of micro-batches, and meet new shapes at different steps."""
+    found = run_trainers(2 * options.get("pipeline", 2), uneven_replicas, options)[0]
+    torch.testing.assert_close(
+        found, dict(weights(fit(Small(), DataLoader(Given([sum(step) for step in UNEVEN]), None))))
+    )
 
 
 def very_different(options):

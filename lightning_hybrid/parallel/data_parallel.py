@@ -106,6 +106,9 @@ class Sharded:
         for module in self._modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            # none but itself, which is gathered: by default a module gathers what ran before it, and that differs
+            # between replicas if only one of them has probed a new shape
+            module.set_modules_to_backward_prefetch([module])
         self._last: dict[int, int] = {}
         self._reduce = False
         self._order: list[tuple[int, int]] = []

@@ -72,6 +72,7 @@ class Engine:
         self.ownership: Ownership | None = None
         self._zero_stage, self._seed = zero_stage, seed
         self._plans: dict[Hashable, dict[int, Plan]] = {}
+        self._runs: dict[tuple[int, int], StageRun] = {}
         self._needs: dict[int, Needs] = {}
         self._program = cache(lambda m: self._lower(choose(schedule, mesh.layout.pipeline, m, num_chunks)))
         self._forward_program = cache(lambda m: self._lower(forward_only(mesh.layout.pipeline, m, num_chunks)))
@@ -140,9 +141,10 @@ class Engine:
         backwards = [(a.stage, a.micro_batch) for a in program if a.kind is Kind.BACKWARD]
         self.data.begin(backwards, reduce=reduce)
         with self._streams():
-            self.executor.run(Work(program, plans, self._forward(step, plans), seed, weight, self.data.before_backward))
-        if self.cut is not None:
-            self.cut.keeper.filled.clear()
+            work = Work(
+                program, plans, self._forward(step, plans), seed, weight, self.data.before_backward, self._forget
+            )
+            self.executor.run(work)
         if reduce:
             self.data.finish(self.local_parameters())
             if self.cut is not None and self.ownership is not None:
@@ -160,7 +162,16 @@ class Engine:
             return result
 
         with self._streams():
-            self.executor.run(Work(program, plans, forward_and_take, _no_seed, lambda _: None, lambda *_: None))
+            self.executor.run(Work(program, plans, forward_and_take, _no_seed, lambda _: None, _nothing, _nothing))
+        self._runs.clear()
+
+    def prepare_evaluation(self) -> None:
+        """Gather parameters, and give all replicas the buffers of the first, as its checkpoint has them."""
+        self.data.gather()
+        if self.mesh.layout.data > 1:
+            with torch.no_grad():
+                for buffer in self.root.buffers():
+                    dist.broadcast(buffer, self.mesh.data_ranks[0], group=self.mesh.data_group)
 
     def timeline(self) -> list[Event]:
         """Measured times of the last step's actions on all ranks of this replica's pipeline, which call it together."""
@@ -187,6 +198,7 @@ class Engine:
                 return self.data.step(lambda: Result([], step.call(micro_batch)))
             self._start_streams(step, micro_batch)
             run = StageRun(self.cut, stage, plans[micro_batch][stage], payload)
+            self._runs[stage, micro_batch] = run
             return self.data.step(lambda: run.run(lambda: step.call(micro_batch)))
 
         return forward
@@ -204,6 +216,13 @@ class Engine:
                 self._needs.setdefault(stage, Needs()).add(needs)
         return probed.plans
 
+    def _forget(self, stage: int, micro_batch: int) -> None:
+        """After a backward pass nothing is recomputed any more."""
+        run = self._runs.pop((stage, micro_batch), None)
+        if run is not None:
+            for key in run.filled:
+                run.cut.keeper.filled.pop(key, None)
+
     def _streams(self) -> Any:
         return Streams(self.mesh.device) if self.cut is not None else nullcontext()
 
@@ -212,6 +231,10 @@ class Engine:
 
     def _lower(self, schedule: list[list[Action]]) -> list[list[Action]]:
         return lower(schedule, self.num_stages)
+
+
+def _nothing(stage: int, micro_batch: int) -> None:
+    """An evaluation has nothing to do around backward passes."""
 
 
 def _no_seed(micro_batch: int, output: Any) -> tuple[Tensor, float]:

@@ -32,6 +32,7 @@ class Work:
         seed: For a micro-batch and what the last stage returned for it: the scalar to differentiate and its weight.
         weight: Weight of a micro-batch's loss if known without the loss; None if it travels with the gradients.
         before_backward: Called before the backward of (stage, micro-batch).
+        after_backward: Called after it.
     """
 
     program: Sequence[Action]
@@ -40,6 +41,7 @@ class Work:
     seed: Callable[[int, Any], tuple[Tensor, float]]
     weight: Callable[[int], float | None]
     before_backward: Callable[[int, int], None]
+    after_backward: Callable[[int, int], None]
 
 
 @dataclass
@@ -121,6 +123,7 @@ class Executor:
         if roots:
             with auxiliary_weight(weight):
                 torch.autograd.backward(roots, gradients)
+        work.after_backward(stage, micro_batch)
         if stage:
             self._gradients[stage, micro_batch] = self._payload_gradients(
                 work, stage, micro_batch, saved.payload, weight

@@ -73,13 +73,14 @@ class GateKeeper:
     Attributes:
         active: The run that answers calls, or None.
         device: Where the model lives; its generator is managed beside the CPU's.
-        filled: Memory that this step's runs have filled, by `storage_key`, and whether its values need a gradient.
+        filled: Memory that runs under way have filled, by `storage_key`: the storage, kept so that its address is not
+            reused, and whether its values need a gradient.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.active: Run | None = None
         self.device = device
-        self.filled: dict[int, bool] = {}
+        self.filled: dict[int, tuple[torch.UntypedStorage, bool]] = {}
 
     def revive(self, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
         """Arguments of a recomputed block: those saved before they were filled do not know of their gradient."""
@@ -89,8 +90,10 @@ class GateKeeper:
         return revived
 
     def _revive(self, leaf: Any) -> Any:
-        needs = isinstance(leaf, Tensor) and not leaf.requires_grad and self.filled.get(storage_key(leaf), False)
-        return leaf.detach().requires_grad_() if needs else leaf
+        if not isinstance(leaf, Tensor) or leaf.requires_grad or storage_key(leaf) not in self.filled:
+            return leaf
+        _, needs_gradient = self.filled[storage_key(leaf)]
+        return leaf.detach().requires_grad_(needs_gradient)
 
     def draw(self, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module on a random stream of its own, seeded by one number drawn from the step's stream.

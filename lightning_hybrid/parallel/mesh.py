@@ -1,8 +1,8 @@
 """Which rank holds which coordinates, and one process group for each thing that ranks do together.
 
 `torch.distributed.DeviceMesh` was considered for the groups: it makes one communicator an axis, while a pipeline needs
-four (each direction, straight and wrapped around), so that transfers which NCCL matches by order can never block each
-other.
+two for each boundary between ranks, one a direction. NCCL runs all that one communicator does in one stream, in order,
+whoever the peers are; with a communicator for each direction between two ranks, transfers never wait for unrelated ones.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-
-CHANNELS = ("forward", "forward_wrap", "backward", "backward_wrap")
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,8 @@ class Mesh:
     Attributes:
         pipeline_group: Ranks of one replica at this tensor rank, in pipeline order.
         data_group: Ranks that hold the same stages and see different samples.
-        channels: For each name in `CHANNELS`, the pipeline's ranks again, with a communicator of their own.
+        channels: For (forward, lower rank), the two pipeline ranks on both sides of a boundary; the last rank's upper
+            neighbour is the first. Only those of this rank's own boundaries.
     """
 
     def __init__(self, layout: Layout, *, device: torch.device, timeout: timedelta | None = None) -> None:
@@ -88,16 +87,26 @@ class Mesh:
         self.data_ranks = next(ranks for ranks in datas if self.rank in ranks)
         self.pipeline_group = self.group(pipelines)
         self.data_group = self.group(datas)
-        self.channels = {name: self.group(pipelines) for name in CHANNELS} if layout.pipeline > 1 else {}
+        self.channels: dict[tuple[bool, int], dist.ProcessGroup] = {}
+        for lower in range(layout.pipeline if layout.pipeline > 1 else 0):
+            pairs = [[ranks[lower], ranks[(lower + 1) % layout.pipeline]] for ranks in pipelines]
+            for forward in (True, False):
+                group = self._group_of(pairs)
+                if group is not None:
+                    self.channels[forward, lower] = group
 
     def group(self, partition: Iterable[list[int]]) -> dist.ProcessGroup:
         """This rank's group out of a partition of the world. Every rank must call it with the same partition."""
+        mine = self._group_of(partition)
+        assert mine is not None, "a partition covers every rank"
+        return mine
+
+    def _group_of(self, disjoint: Iterable[list[int]]) -> dist.ProcessGroup | None:
         mine = None
-        for ranks in partition:
+        for ranks in disjoint:  # every rank makes every group, in the same order
             group = dist.new_group(ranks, timeout=self.timeout)
             if self.rank in ranks:
                 mine = group
-        assert mine is not None, "a partition covers every rank"
         return mine
 
     def rank_of_stage(self, stage: int) -> int:

@@ -60,6 +60,7 @@ class StageRun:
         self.is_last = self.blocks.stop == len(cut.blocks)
         self.expected = 0  # position of the block whose turn it is
         self._calls: Counter[str] = Counter()
+        self.filled: list[int] = []
 
     @property
     def entered(self) -> bool:
@@ -139,7 +140,9 @@ class StageRun:
         if index in self.plan.replaced:
             return received
         fill_in_place(leaf, received)
-        self.cut.keeper.filled[storage_key(leaf)] = received.requires_grad
+        if self.plan.checkpointed:
+            self.filled.append(storage_key(leaf))
+            self.cut.keeper.filled[storage_key(leaf)] = leaf.untyped_storage(), received.requires_grad
         return leaf
 
     def _saving(self) -> AbstractContextManager[Any]:

@@ -73,9 +73,8 @@ class Transport:
         self._sending.clear()
 
     def _route(self, lower: int, peer_stage: int, forward: bool) -> tuple[dist.ProcessGroup, int]:
-        wraps = (lower + 1) % self._mesh.layout.pipeline == 0
-        name = ("forward" if forward else "backward") + ("_wrap" if wraps else "")
-        return self._mesh.channels[name], self._mesh.rank_of_stage(peer_stage)
+        channel = forward, lower % self._mesh.layout.pipeline
+        return self._mesh.channels[channel], self._mesh.rank_of_stage(peer_stage)
 
     def _tag(self, target: int, micro_batch: int) -> int:
         return micro_batch * self._num_stages + target

@@ -13,7 +13,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_hybrid.functional import partition
@@ -27,6 +27,8 @@ from lightning_hybrid.strategies.hooks import SharedHooks
 from lightning_hybrid.strategies.metric_objects import MetricObjects
 from lightning_hybrid.strategies.optimizers import ParameterGroups
 from lightning_hybrid.strategies.steps import StepRunner
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 @dataclass
@@ -167,6 +169,8 @@ def assemble(
     mesh = ground.mesh
     _broadcast_whole(module, mesh.device)
     keys = state_keys(module)
+    zero_stage = _shardable_stage(options["zero_stage"], module, mesh)  # a decision about the whole model
+    _warn_of_batch_norm(module, mesh, options["num_microbatches"])
     cut = None
     if mesh.layout.pipeline > 1:
         pipeline, rank = mesh.layout.pipeline, mesh.pipeline_rank
@@ -181,13 +185,40 @@ def assemble(
         mesh,
         schedule=options["schedule"],
         num_chunks=options["num_chunks"],
-        zero_stage=options["zero_stage"],
+        zero_stage=zero_stage,
         seed=ground.seed,
     )
     metrics = MetricObjects(module, mesh, cut.keeper if cut else None)
     num_microbatches = options["num_microbatches"]
     runner = StepRunner(module, engine, metrics, options["schedule"], options["num_chunks"], num_microbatches)
     return Assembly(module, engine, runner, SharedHooks(module, engine), keys, groups)
+
+
+def _shardable_stage(zero_stage: int, module: nn.Module, mesh: Mesh) -> int:
+    """The ZeRO stage, or 0 if `fully_shard` cannot take the model; the same on every rank."""
+    if zero_stage == 0 or mesh.layout.data == 1:
+        return zero_stage
+    odd = [name for name, p in module.named_parameters() if p.ndim == 0 or not p.is_contiguous()]
+    if len({p.dtype for p in module.parameters() if p.requires_grad}) > 1:
+        odd.append("parameters of several types")
+    if odd:
+        rank_zero_warn(
+            f"zero_stage={zero_stage} cannot shard {', '.join(odd[:3])}: only contiguous parameters with dimensions, "
+            "of one type. Optimizer states are replicated, as with zero_stage=0."
+        )
+    return 0 if odd else zero_stage
+
+
+def _warn_of_batch_norm(module: nn.Module, mesh: Mesh, num_microbatches: int | str) -> None:
+    norms = [name for name, child in module.named_modules() if isinstance(child, BATCH_NORMS)]
+    one = mesh.layout.data == 1 and (
+        num_microbatches == 1 or (num_microbatches == "auto" and mesh.layout.pipeline == 1)
+    )
+    if norms and not one:
+        rank_zero_warn(
+            f"{norms[0]} normalises by the statistics of each micro-batch, so that results depend on the number of "
+            "micro-batches and replicas."
+        )
 
 
 def _cost_outside(module: nn.Module, blocks: Sequence[str]) -> tuple[int, int]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import Precision
 from torch.optim import LBFGS, Optimizer
+
+from lightning_hybrid.compat import sync_batchnorm
 
 SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved_1f1b")
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "64-true")
@@ -86,6 +89,25 @@ def check_module(module: LightningModule) -> None:
         raise ValueError(
             f"{type(module).__name__}.backward is overridden, and the pipeline's schedule runs the backward passes "
             "itself. Move what it does to on_before_backward or on_after_backward."
+        )
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Refuse what works on all parameters in each process, by their order.
+
+    Raises:
+        ValueError: Naming the feature and the way out.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise ValueError(
+                f"{type(callback).__name__} averages the parameters of each process by their order, and a stage or a "
+                "shard holds only some of them. Leave it out, or use strategy='ddp'."
+            )
+    if sync_batchnorm(trainer.strategy):
+        raise ValueError(
+            "sync_batchnorm=True is not supported yet: statistics are those of a micro-batch. Leave it out, or use "
+            "strategy='ddp'."
         )
 
 

@@ -22,6 +22,7 @@ from lightning_hybrid.strategies import checks
 from lightning_hybrid.strategies.assembly import Assembly, Ground, assemble, survey
 from lightning_hybrid.strategies.clipping import Clipping
 from lightning_hybrid.strategies.evaluation import DataLoaders
+from lightning_hybrid.strategies.metric_objects import compute_metrics_together
 from lightning_hybrid.strategies.optimizers import ParameterGroups
 from lightning_hybrid.strategies.processes import DEFAULT_TIMEOUT, ProcessStrategy
 from lightning_hybrid.strategies.summary import SummaryBeforeCut
@@ -88,7 +89,7 @@ class HybridPTDPStrategy(ProcessStrategy):
         self._loaders = DataLoaders()
         self._summary = SummaryBeforeCut()
         self._clipping: Clipping | None = None
-        self._taken, self._window_open = list[Any](), False
+        self._taken, self._has_run = list[Any](), False
 
     @property
     def is_distributed(self) -> bool:
@@ -132,6 +133,7 @@ class HybridPTDPStrategy(ProcessStrategy):
         warnings.filterwarnings("ignore", message="It is recommended to use `self.log\\(.*sync_dist=True")
         if self.world_size > 1:
             self._assembly.hooks.install()
+            compute_metrics_together(trainer)
         if not self._assembly.is_plain:
             self._clipping = Clipping(self._assembly.engine, self.precision_plugin)
 
@@ -142,6 +144,7 @@ class HybridPTDPStrategy(ProcessStrategy):
             self.setup_optimizers(trainer)
             if not is_plain:
                 checks.check_module(module)
+                checks.check_trainer(trainer)
                 checks.check_optimizers(self.optimizers)
             groups = ParameterGroups(self.optimizers, module)
         assembly = assemble(module, self.options, ground, groups)
@@ -175,9 +178,10 @@ class HybridPTDPStrategy(ProcessStrategy):
         accumulate = trainer.accumulate_grad_batches
         if assembly.is_plain and accumulate == 1:
             return super().training_step(*args, **kwargs)
-        if not self._window_open:
+        first = trainer.fit_loop.batch_idx % accumulate == 0  # when Lightning zeroes gradients too
+        if first:
             take_gradients(assembly.engine.local_parameters())  # left over from a window that was never applied
-        first, self._window_open = not self._window_open, True
+        self._has_run = True
         assembly.engine.executor.record = self.record_timeline
         output = assembly.runner.train(
             [*args, *kwargs.values()],
@@ -194,23 +198,16 @@ class HybridPTDPStrategy(ProcessStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """The schedule has run autograd; give the optimizer what `training_step` took away from `zero_grad`."""
-        if not self._window_open:
+        if not self._has_run:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         module = self.assembly.module
         self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, module)
         install_gradients(self._taken)
-        self._taken = []
+        self._taken, self._has_run = [], False
         loss = self.precision_plugin.post_backward(loss, module)
         self.post_backward(loss)
         return loss
-
-    @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super().optimizer_step(*args, **kwargs)
-        finally:
-            self._window_open = False
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -240,12 +237,12 @@ class HybridPTDPStrategy(ProcessStrategy):
     @override
     def on_validation_start(self) -> None:
         self._loaders.start("val")
-        self.assembly.engine.data.gather()
+        self.assembly.engine.prepare_evaluation()
 
     @override
     def on_test_start(self) -> None:
         self._loaders.start("test")
-        self.assembly.engine.data.gather()
+        self.assembly.engine.prepare_evaluation()
 
     # Data
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
@@ -103,6 +103,22 @@ class MetricObjects:
         box = [map_leaves(_to(torch.device("cpu")), compute())] if mesh.rank == last else [None]
         dist.broadcast_object_list(box, src=last, group=mesh.pipeline_group)
         return map_leaves(_to(mesh.device), box[0])
+
+
+class _MetricsTogether(Callback):
+    """Progress bars read epoch metrics on rank 0 alone; every rank computes them before that, at the same point."""
+
+    def _compute(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _ = trainer.callback_metrics
+
+    on_train_epoch_end = on_validation_epoch_end = on_test_epoch_end = _compute
+
+
+def compute_metrics_together(trainer: Trainer) -> None:
+    """Put a callback in front of all others that computes the metrics of an epoch on every rank."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if not any(isinstance(callback, _MetricsTogether) for callback in callbacks):
+        callbacks.insert(0, _MetricsTogether())
 
 
 class _GatherOver:

@@ -118,17 +118,17 @@ def evaluated_and_constant():
     stages = Multiplying(4)
     with torch.no_grad():
         stages.run(forward_only(2, 4, 2), [1.0] * 4)
-    in_flight = len(stages.executor._saved)
+    in_flight = stages.executor.peak_in_flight
     constant = Multiplying(2, constant=True)
     constant.run(choose("1f1b", 2, 2, 1), [1.0] * 2)
     return stages.losses, stages.backwards, in_flight, [f.grad for f in constant.factors.values()]
 
 
 def test_an_evaluation_has_no_backward_and_a_constant_loss_no_gradient():
-    (_, backwards, left, gradients), (losses, _, _, last) = run_ranks(2, evaluated_and_constant)
+    (_, backwards, in_flight, gradients), (losses, _, _, last) = run_ranks(2, evaluated_and_constant)
     assert losses == pytest.approx({i: x * math.prod(FACTORS) for i, x in enumerate(INPUTS)})
     assert backwards == []
-    assert left == 0
+    assert in_flight == 1  # what has been sent is not kept
     assert [gradient.item() for gradient in gradients] == [0]
     assert last == [None]
 

@@ -145,6 +145,18 @@ def test_a_random_module_repeats_its_numbers_from_the_same_stream_and_differs_be
     assert not torch.equal(first, second)
 
 
+class Noise(nn.Module):
+    def forward(self):
+        return torch.rand(50)
+
+
+def test_the_numbers_of_two_random_modules_have_nothing_in_common():
+    module, gate = gated(Noise())
+    gate.random = True
+    first, second, outside = module(), module(), torch.rand(50)
+    assert len({*first.tolist(), *second.tolist(), *outside.tolist()}) > 140  # of 150; as good as no collisions
+
+
 def draw_and_fail():
     seed_random_streams(99, CPU)
     torch.rand(5)

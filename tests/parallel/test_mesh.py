@@ -69,8 +69,12 @@ def four_ranks():
     }
 
 
-def test_each_group_holds_the_ranks_of_its_axis():
-    results = run_ranks(4, four_ranks)
+@pytest.fixture(scope="module")
+def results():
+    return run_ranks(4, four_ranks)
+
+
+def test_each_group_holds_the_ranks_of_its_axis(results):
     assert [result["coordinates"] for result in results] == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
     assert [result["sums"] for result in results] == [
         [(101, 11), (1, 1111), (1111, 1)],
@@ -84,8 +88,7 @@ def test_each_group_holds_the_ranks_of_its_axis():
     assert [result["apart"] for result in results] == [1, 1010, 100, 1010]
 
 
-def test_a_pipeline_has_a_communicator_for_each_channel_and_replicas_alone_have_none():
-    results = run_ranks(4, four_ranks)
+def test_a_pipeline_has_a_communicator_for_each_channel_and_replicas_alone_have_none(results):
     for result in results:
         assert result["channels"] == [list(CHANNELS), [], list(CHANNELS)]
         assert result["groups"] == 6

@@ -1,7 +1,11 @@
+from types import SimpleNamespace
+from unittest.mock import patch
+
 import pytest
 import torch
+import torch.distributed as dist
 
-from lightning_hybrid.parallel.mesh import Layout, Mesh
+from lightning_hybrid.parallel.mesh import CHANNELS, Layout, Mesh
 from lightning_hybrid.parallel.transport import Transport
 from tests.launch import run_ranks
 
@@ -50,6 +54,47 @@ def test_messages_reach_the_neighbouring_stage_both_ways_and_around_the_end():
     for (forward, receiver, i), (matrix, number, shape) in seen.items():
         sender = receiver - 1 if forward else receiver + 1
         assert (matrix, number, shape) == ([100 * sender + i], 100 * sender + i, (0, 4))
+
+
+class Done:
+    def is_completed(self):
+        return True
+
+    wait = is_completed
+
+
+@pytest.mark.parametrize("pipeline", [2, 3])
+def test_boundaries_between_chunks_have_channels_of_their_own(pipeline):
+    mesh = SimpleNamespace(
+        channels={name: name for name in CHANNELS},
+        layout=Layout(pipeline, 1),
+        rank_of_stage=lambda stage: stage % pipeline,
+    )
+    transport, sent, received = Transport(mesh, 2 * pipeline), [], []
+
+    def isend(tensor, *, dst, group, tag):
+        sent.append((group, dst, tag))
+        return Done()
+
+    def irecv(tensor, *, src, group, tag):
+        received.append((group, src, tag))
+        return Done()
+
+    tensor, last = torch.ones(1), 2 * pipeline - 1
+    with patch.object(dist, "isend", isend), patch.object(dist, "irecv", irecv):
+        for i in range(2):
+            for stage in range(last):
+                transport.send([tensor], stage, i, forward=True)
+                transport.post([tensor], stage + 1, i, forward=True)
+                transport.send([tensor], stage + 1, i, forward=False)
+                transport.post([tensor], stage, i, forward=False)
+    wrap = pipeline - 1  # the stage before the boundary between the chunks
+    names = [f"{way}_wrap" if stage == wrap else way for stage in range(last) for way in ("forward", "backward")]
+    assert [group for group, _, _ in sent] == [group for group, _, _ in received] == 2 * names
+    assert [tag for *_, tag in sent] == [tag for *_, tag in received]  # both ends say the same
+    for channel in CHANNELS:
+        tags = [(peer, tag) for group, peer, tag in sent if group == channel]
+        assert len(set(tags)) == len(tags)
 
 
 def buffers_live():

@@ -135,8 +135,12 @@ def assembled():
     }
 
 
-def test_every_rank_starts_from_rank_0s_weights_and_seed_and_keeps_its_part():
-    results = run_ranks(4, assembled)
+@pytest.fixture(scope="module")
+def results():
+    return run_ranks(4, assembled)
+
+
+def test_every_rank_starts_from_rank_0s_weights_and_seed_and_keeps_its_part(results):
     whole = sum(p.numel() for p in Module().parameters())
     for rank, result in enumerate(results):
         assert result["seeds"] == (100, 7, 7)
@@ -149,8 +153,8 @@ def test_every_rank_starts_from_rank_0s_weights_and_seed_and_keeps_its_part():
         assert result["stages"] == 2
 
 
-def test_stages_of_a_replica_draw_alike_and_replicas_do_not():
-    streams = [result["streams"] for result in run_ranks(4, assembled)]
+def test_stages_of_a_replica_draw_alike_and_replicas_do_not(results):
+    streams = [result["streams"] for result in results]
     assert streams[0] == streams[2]
     assert streams[1] == streams[3]
     assert all(a != b for a, b in zip(streams[0], streams[1], strict=True))
