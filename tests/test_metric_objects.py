@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping, RichProgressBar, TQDMProgressBar
 from torch import nn
 from torchmetrics import (
     CatMetric,
@@ -127,6 +128,21 @@ def test_sanity_check_leaves_nothing_in_the_metrics(layout, reference):
     """In its own moments it shows part of the validation data."""
     for seen in run_trainers(layout[0] * layout[1], watched, WithMetrics, layout):
         assert_same(seen[-len(reference) :], reference, FLOAT32)
+
+
+def behind_a_bar(bar):
+    """Only rank 0 has a bar, and it asks for values of the epoch before anybody else does."""
+    options = {"callbacks": [bar(), EarlyStopping("val_squared")], "enable_progress_bar": True, "max_epochs": 2}
+    trainer = fit(WithMetrics(), loader(10, 4, 2), hybrid(2, 1, 3), loader(5, 2, seed=1), **options)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar], ids=lambda bar: bar.__name__)
+def test_progress_bar_of_rank_0_holds_nobody_up(bar, reference):
+    for found in run_trainers(4, behind_a_bar, bar):
+        expected = {name.removeprefix("callback_metrics "): value for name, value in reference[-1][1].items()}
+        assert found == pytest.approx({name: expected[name] for name in found}, rel=FLOAT32)
+        assert {"mean_epoch", "spearman", "by_hand"} <= set(found)
 
 
 class StepDependent(Small):

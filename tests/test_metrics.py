@@ -62,6 +62,7 @@ def reference():
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_rank_shows_what_one_process_shows(layout, reference):
+    """Case 6: step by step, with an uneven last batch and uneven micro-batches."""
     assert len(reference[-1][1]) > 50
     for seen in run_trainers(layout[0] * layout[1], watched, Logging, layout):
         assert_same(seen, reference)
@@ -100,6 +101,7 @@ class LogsInBlocks(Small):
 
 @pytest.mark.parametrize("layout", [(2, 1, 1), (2, 2, 1), (2, 1, 2)], ids=str)
 def test_what_a_block_logs_is_shown_on_every_rank(layout):
+    """Case 7: also where only the first stage, or only one in the middle, logs."""
     expected = watched(LogsInBlocks, (0, 1, 1))
     assert "callback_metrics size_in_0_epoch" in expected[-1][1]
     for seen in run_trainers(layout[0] * layout[1], watched, LogsInBlocks, layout):
@@ -124,6 +126,7 @@ class SurprisingKeys(Small):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_keys_that_some_microbatches_log_are_shown_on_every_rank(layout):
+    """Case 7: nobody waits, and all ranks know the same keys."""
     first, *others = run_trainers(layout[0] * layout[1], watched, SurprisingKeys, layout, timeout=40)
     for seen in others:
         assert_same(seen, first)

@@ -77,6 +77,7 @@ def reference(tmp_path_factory):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_monitors_decide_as_in_one_process(layout, reference, tmp_path):
+    """Case 6: the metric is known where it is monitored and where it is written."""
     expected, reference_folder = reference
     assert 2 < expected["stopped"] < 19
     assert run_trainers(layout[0] * layout[1], monitored, layout, tmp_path) == [expected] * layout[0] * layout[1]

@@ -42,6 +42,9 @@ class DataParallel(Protocol):
     def gather(self) -> None:
         """Make all parameters whole, so that forward passes need no collective."""
 
+    def scatter(self) -> None:
+        """Let go of whole parameters, so that the next forward pass gathers what the optimizer has changed."""
+
 
 class Replicated:
     """Every replica holds everything; gradients are summed after the last backward of a window."""
@@ -65,6 +68,9 @@ class Replicated:
 
     def gather(self) -> None:
         """Everything is whole."""
+
+    def scatter(self) -> None:
+        """Everything stays whole."""
 
 
 class _Step(nn.Module):
@@ -144,6 +150,11 @@ class Sharded:
         """Gather the parameters of all modules."""
         for module in self._modules:
             module.unshard()
+
+    def scatter(self) -> None:
+        """Free the gathered parameters of all modules."""
+        for module in self._modules:
+            module.reshard()
 
 
 def _set_last(module: FSDPModule, *, last: bool) -> None:

@@ -52,6 +52,9 @@ class Engine:
         num_chunks: Stages of each rank.
         zero_stage: 0 or 1.
         seed: Base of all random numbers drawn in steps; the same on every rank.
+
+    Attributes:
+        num_samples: Samples of this replica's last batch.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Engine:
     ) -> None:
         self.root, self.cut, self.mesh = root, cut, mesh
         self.num_stages = mesh.layout.pipeline * num_chunks
+        self.num_samples = 1
         self.executor = Executor(mesh, self.num_stages)
         self.data: DataParallel = Replicated(mesh)
         self.ownership: Ownership | None = None
@@ -100,6 +104,7 @@ class Engine:
         if self.cut is not None:
             for index, key in enumerate(step.keys):
                 self._plans[key] = self._probe(step, index, training)
+            self.data.scatter()  # the optimizer is about to change the shards
 
     def settle(self) -> Ownership | None:
         """After the first training probe: each rank keeps what its stages read, sharded over the data axis.
@@ -173,6 +178,10 @@ class Engine:
                 for buffer in self.root.buffers():
                     dist.broadcast(buffer, self.mesh.data_ranks[0], group=self.mesh.data_group)
 
+    def finish_evaluation(self) -> None:
+        """Let go of gathered parameters."""
+        self.data.scatter()
+
     def timeline(self) -> list[Event]:
         """Measured times of the last step's actions on all ranks of this replica's pipeline, which call it together."""
         everyone: list[Any] = [None] * self.mesh.layout.pipeline
@@ -194,9 +203,10 @@ class Engine:
 
     def _forward(self, step: Step, plans: list[dict[int, Plan]]) -> Callable[[int, int, list[Tensor]], Result]:
         def forward(stage: int, micro_batch: int, payload: list[Tensor]) -> Result:
+            if self.cut is not None or self.mesh.layout.data > 1:
+                self._start_streams(step, micro_batch)
             if self.cut is None:
                 return self.data.step(lambda: Result([], step.call(micro_batch)))
-            self._start_streams(step, micro_batch)
             run = StageRun(self.cut, stage, plans[micro_batch][stage], payload)
             self._runs[stage, micro_batch] = run
             return self.data.step(lambda: run.run(lambda: step.call(micro_batch)))
@@ -224,7 +234,8 @@ class Engine:
                 run.cut.keeper.filled.pop(key, None)
 
     def _streams(self) -> Any:
-        return Streams(self.mesh.device) if self.cut is not None else nullcontext()
+        several = self.cut is not None or self.mesh.layout.data > 1
+        return Streams(self.mesh.device) if several else nullcontext()
 
     def _start_streams(self, step: Step, micro_batch: int) -> None:
         Streams(self.mesh.device).seed(self._seed, *step.name, micro_batch, self.mesh.data_rank)

@@ -33,7 +33,9 @@ class Frozen:
     def thaw(self) -> Any:
         """The same object with its old state."""
         if self._items is not None:
-            _refill(self.value, [(key, item.thaw()) for key, item in self._items])
+            items = [(key, item.thaw()) for key, item in self._items]
+            if [(key, id(item)) for key, item in _items(self.value)] != [(key, id(item)) for key, item in items]:
+                _refill(self.value, items)
         elif self._tensor is not None and not _same(self.value, self._tensor):
             if self.value.is_inference() and not torch.is_inference_mode_enabled():
                 return self._tensor  # it cannot be written any more

@@ -2,7 +2,7 @@
 
 `torch.distributed.DeviceMesh` was considered for the groups: it makes one communicator an axis, while a pipeline needs
 two for each boundary between ranks, one a direction. NCCL runs all that one communicator does in one stream, in order,
-whoever the peers are; with a communicator for each direction between two ranks, transfers never wait for unrelated ones.
+whoever the peers are; with a communicator for each direction between two ranks, no transfer waits for unrelated ones.
 """
 
 from __future__ import annotations

@@ -20,6 +20,22 @@ def batch_size(batch: object) -> int:
     return 1
 
 
+def check_visible(batch: object) -> None:
+    """Refuse a batch whose samples cannot be counted: it could be neither cut nor weighted.
+
+    Raises:
+        TypeError: If no tensor with a dimension can be seen in it.
+    """
+    leaves = flatten(batch)[0]
+    if not any(isinstance(leaf, Tensor) and leaf.ndim > 0 for leaf in leaves):
+        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
+        raise TypeError(
+            f"The batch holds {kinds} and no tensor, so that its samples cannot be counted. Put the tensors in tuples, "
+            "lists or dictionaries, or define split_batch(self, batch, num_microbatches) on the LightningModule, with "
+            "parts of equally many samples or a training_step that returns a loss_weight."
+        )
+
+
 def split_sizes(num_samples: int, num_microbatches: int) -> list[int]:
     """Sizes as even as can be, larger ones first, none of them 0."""
     parts = max(1, min(num_samples, num_microbatches))
@@ -27,7 +43,7 @@ def split_sizes(num_samples: int, num_microbatches: int) -> list[int]:
 
 
 def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
-    """Cut a batch of `B` samples; tensors become views, lists of `B` things slices, the rest goes to each part.
+    """Cut a batch of `B` samples; tensors become views, lists of `B` things slices, constants go to each part.
 
     Args:
         batch: Nested containers of tensors `[B, ...]`; tensors without dimensions belong to every sample.
@@ -38,6 +54,7 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
 
     Raises:
         ValueError: If a tensor's first dimension is not `B`.
+        TypeError: If something is neither a tensor nor a constant.
     """
     num_samples = batch_size(batch)
     sizes = split_sizes(num_samples, num_microbatches)
@@ -85,7 +102,14 @@ def _split_leaf(leaf: Any, sizes: list[int], num_samples: int) -> list[Any]:
     if isinstance(leaf, _Samples):
         bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         return [leaf.samples[a:b] for a, b in pairwise(bounds)]
-    if not isinstance(leaf, Tensor) or leaf.ndim == 0:
+    if isinstance(leaf, bool | int | float | complex | str | bytes | type(None)):
+        return [leaf] * len(sizes)
+    if not isinstance(leaf, Tensor):
+        raise TypeError(
+            f"The batch holds a {type(leaf).__name__}, which cannot be cut into {len(sizes)} micro-batches. Define "
+            "split_batch(self, batch, num_microbatches) on the LightningModule, or set num_microbatches=1."
+        )
+    if leaf.ndim == 0:
         return [leaf] * len(sizes)
     if leaf.shape[0] != num_samples:
         raise ValueError(

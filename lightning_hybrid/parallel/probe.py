@@ -14,7 +14,14 @@ from lightning_hybrid.parallel.cut import StageCut
 from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.plan import Call, Needs, Output, Plan, TensorSpec
 from lightning_hybrid.parallel.probe_run import ProbeRun
-from lightning_hybrid.parallel.recorded import Recorded, find_recorded, guard, refuse_hidden, written_buffers
+from lightning_hybrid.parallel.recorded import (
+    Recorded,
+    find_recorded,
+    guard,
+    refuse_hidden,
+    warn_of_counters,
+    written_buffers,
+)
 from lightning_hybrid.parallel.run import Result
 from lightning_hybrid.parallel.snapshot import Snapshot
 
@@ -67,7 +74,7 @@ def probe(cut: StageCut, mesh: Mesh, key: Hashable, run_stage: RunStage, *, trai
         header = Header() if stage == 0 else _receive(mesh, stage)
         if header.failure is None:
             try:
-                header = _probe_stage(cut, stage, Plan(key), header, run_stage, probed, training)
+                header = _probe_stage(cut, mesh, stage, Plan(key), header, run_stage, probed, training)
             except Exception as caught:  # whatever it is, the other ranks must not wait for this stage
                 error, header = caught, Header(failure=f"stage {stage}: {type(caught).__name__}: {caught}")
         if stage + 1 < cut.num_stages:
@@ -78,7 +85,14 @@ def probe(cut: StageCut, mesh: Mesh, key: Hashable, run_stage: RunStage, *, trai
 
 
 def _probe_stage(
-    cut: StageCut, stage: int, plan: Plan, header: Header, run_stage: RunStage, probed: Probed, training: bool
+    cut: StageCut,
+    mesh: Mesh,
+    stage: int,
+    plan: Plan,
+    header: Header,
+    run_stage: RunStage,
+    probed: Probed,
+    training: bool,
 ) -> Header:
     plan.outputs = header.outputs
     plan.entry, plan.received = header.exit, header.specs
@@ -92,6 +106,8 @@ def _probe_stage(
         result = run_stage(run)
         recorded = find_recorded(cut, run, snapshot)
         run.needs.buffers = written_buffers(cut, run, snapshot)
+        if training and stage == 0 and mesh.rank == 0:
+            warn_of_counters(cut, snapshot)
         if training and not cut.searched:
             refuse_hidden(cut, run, result.payload)
     guard(cut, recorded)

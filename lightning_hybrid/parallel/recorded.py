@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -84,6 +85,18 @@ def written_buffers(cut: StageCut, run: ProbeRun, snapshot: Snapshot) -> set[str
             if not absent:
                 written.add(name)
     return written
+
+
+def warn_of_counters(cut: StageCut, snapshot: Snapshot) -> None:
+    """Warn of attributes that the code before the blocks changes: every stage runs that code."""
+    for name in sorted(cut.ancestors):
+        for attribute, _ in snapshot.changed(cut.root.get_submodule(name)):
+            path = f"{name}.{attribute}" if name else f"self.{attribute}"
+            warnings.warn(
+                f"{path} changes before {cut.blocks[0]}, in code that each stage runs for each micro-batch: it does "
+                "not count batches. Use batch_idx or self.global_step, or change it in on_train_batch_start.",
+                stacklevel=2,
+            )
 
 
 def refuse_hidden(cut: StageCut, run: ProbeRun, payload: Iterable[Tensor]) -> None:

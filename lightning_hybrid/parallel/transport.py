@@ -1,7 +1,7 @@
 """Moves payloads and their gradients between stages: receives are posted early, sends are waited for late.
 
-Each direction, straight and wrapped around, has a communicator of its own (`mesh.CHANNELS`), in which messages are
-matched by order, as NCCL does; gloo matches by the same order and by tag.
+Each direction over each boundary has a communicator of its own (`Mesh.channels`), in which messages are matched by
+order, as NCCL does; gloo matches by the same order and by tag.
 """
 
 from __future__ import annotations

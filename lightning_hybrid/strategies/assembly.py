@@ -15,15 +15,19 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
-from lightning_hybrid.functional import partition
-from lightning_hybrid.parallel.blocks import block_names, find_block_lists, num_parameters
-from lightning_hybrid.parallel.cut import StageCut, ancestors_of, outside_modules
+from lightning_hybrid.parallel.blocks import block_names, find_block_lists
+from lightning_hybrid.parallel.cut import StageCut
+from lightning_hybrid.parallel.data_parallel import Sharded
 from lightning_hybrid.parallel.engine import Engine
+from lightning_hybrid.parallel.gates import GATE
 from lightning_hybrid.parallel.mesh import Layout, Mesh
-from lightning_hybrid.parallel.saving import state_keys
+from lightning_hybrid.parallel.saving import gather_model_state, gather_optimizer_state, state_keys
 from lightning_hybrid.parallel.streams import derived_seed
 from lightning_hybrid.strategies.hooks import SharedHooks
+from lightning_hybrid.strategies.layouts import choose_layout, stage_sizes
 from lightning_hybrid.strategies.metric_objects import MetricObjects
 from lightning_hybrid.strategies.optimizers import ParameterGroups
 from lightning_hybrid.strategies.steps import StepRunner
@@ -59,6 +63,30 @@ class Assembly:
             cut = self.engine.cut
             self.groups.keep(cut.parameters if cut else dict(self.module.named_parameters()))
 
+    def model_state(self) -> dict[str, Any]:
+        """State of the whole model on world rank 0, empty elsewhere."""
+        return gather_model_state(self.engine, self.keys)
+
+    def optimizer_state(self, optimizers: Sequence[Optimizer], optimizer: Optimizer) -> dict[str, Any]:
+        """State of one optimizer over the whole model on world rank 0, empty elsewhere."""
+        assert self.groups is not None
+        bare = getattr(optimizer, "optimizer", optimizer)
+        index = list(optimizers).index(bare)
+        return gather_optimizer_state(self.engine, bare, self.groups.names[index], self.groups.given[index])
+
+    def check_loadable(self) -> None:
+        """Refuse to load a whole model's state into a part.
+
+        Raises:
+            RuntimeError: If the module has been cut or sharded.
+        """
+        if self.engine.cut is not None or isinstance(self.engine.data, Sharded):
+            raise RuntimeError(
+                "Loading a checkpoint into a module that is already cut or sharded is not supported yet (test or "
+                "validate with ckpt_path after fit). Pass the model itself to use its present weights, or "
+                "load_from_checkpoint into a new module."
+            )
+
     def check_whole(self) -> None:
         """Refuse a second `fit` of a cut module: its optimizers would see only what is here.
 
@@ -71,48 +99,6 @@ class Assembly:
                 "configure_optimizers cannot see all of it. Fit first, or make a new module and a new Trainer; fit "
                 "takes ckpt_path to go on from a checkpoint."
             )
-
-
-def choose_layout(options: dict[str, Any], blocks: Sequence[str], world_size: int) -> Layout:
-    """The layout that the keywords and the model ask for.
-
-    Raises:
-        ValueError: If sizes do not fit each other.
-    """
-    size, tensor, chunks = options["pipeline_parallel_size"], options["tensor_parallel_size"], options["num_chunks"]
-    if size == "auto":
-        fitting = [n for n in range(2, world_size // tensor + 1) if world_size // tensor % n == 0 and n <= len(blocks)]
-        size = fitting[0] if fitting else 1
-    layout = Layout.of_world(world_size, pipeline=size, tensor=tensor)
-    if size > 1 and not blocks:
-        raise ValueError(
-            f"pipeline_parallel_size={size} needs blocks to cut between, and the model has no nn.ModuleList or "
-            "nn.Sequential with two elements that hold parameters. Put its layers in one, or set "
-            "pipeline_parallel_size=1."
-        )
-    if size == 1 and chunks > 1:
-        raise ValueError(
-            f"num_chunks={chunks} needs a pipeline, and {world_size} processes with {len(blocks)} blocks make none."
-        )
-    return layout
-
-
-def stage_sizes(options: dict[str, Any], module: nn.Module, blocks: Sequence[str], num_stages: int) -> list[int]:
-    """Blocks of each stage.
-
-    Raises:
-        ValueError: If there are fewer blocks than stages, or the given list does not fit.
-    """
-    wanted = options["partition"]
-    if wanted == "uniform":
-        return partition.uniform(len(blocks), num_stages)
-    if wanted != "balanced":
-        sizes = [int(size) for size in wanted]
-        partition.check(sizes, len(blocks), num_stages)
-        return sizes
-    first, last = _cost_outside(module, blocks)
-    costs = [num_parameters(module.get_submodule(block)) for block in blocks]
-    return partition.balanced(costs, num_stages, first, last)
 
 
 @dataclass(frozen=True)
@@ -146,6 +132,7 @@ def survey(
     Raises:
         ValueError: If the model does not fit the keywords.
     """
+    _check_untouched(module)
     blocks = block_names(module, find_block_lists(module, options["pipeline_layers"]))
     layout = choose_layout(options, blocks, dist.get_world_size())
     chunks = options["num_chunks"]
@@ -194,6 +181,17 @@ def assemble(
     return Assembly(module, engine, runner, SharedHooks(module, engine), keys, groups)
 
 
+def _check_untouched(module: nn.Module) -> None:
+    if any(GATE in vars(child) or isinstance(child, FSDPModule) for child in module.modules()):
+        raise RuntimeError(
+            "This LightningModule was cut or sharded by another Trainer. Go on with that Trainer, or make a new module."
+        )
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise RuntimeError(
+            "The model has parameters on the meta device, which is not supported yet: build it on the CPU."
+        )
+
+
 def _shardable_stage(zero_stage: int, module: nn.Module, mesh: Mesh) -> int:
     """The ZeRO stage, or 0 if `fully_shard` cannot take the model; the same on every rank."""
     if zero_stage == 0 or mesh.layout.data == 1:
@@ -219,17 +217,6 @@ def _warn_of_batch_norm(module: nn.Module, mesh: Mesh, num_microbatches: int | s
             f"{norms[0]} normalises by the statistics of each micro-batch, so that results depend on the number of "
             "micro-batches and replicas."
         )
-
-
-def _cost_outside(module: nn.Module, blocks: Sequence[str]) -> tuple[int, int]:
-    """Parameters multiplied before the first and after the first list of blocks; an embedding only looks them up."""
-    order = {name: index for index, (name, _) in enumerate(module.named_modules(remove_duplicate=False))}
-    first = last = 0
-    for name in outside_modules(module, ancestors_of(blocks), set(blocks)):
-        if not isinstance(module.get_submodule(name), nn.Embedding):
-            cost = num_parameters(module.get_submodule(name))
-            first, last = (first + cost, last) if order[name] < order[blocks[0]] else (first, last + cost)
-    return first, last
 
 
 def _agree_on_seed(mesh: Mesh) -> int:

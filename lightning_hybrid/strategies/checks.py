@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any, NoReturn
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins import Precision
 from torch.optim import LBFGS, Optimizer
 
@@ -14,6 +21,9 @@ from lightning_hybrid.compat import sync_batchnorm
 
 SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved_1f1b")
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "64-true")
+
+
+REFUSED_CALLBACKS = (StochasticWeightAveraging, WeightAveraging, BaseFinetuning, LearningRateFinder, BatchSizeFinder)
 
 
 def check_keywords(options: dict[str, Any]) -> None:
@@ -85,6 +95,8 @@ def check_module(module: LightningModule) -> None:
             "automatic_optimization=False: the backward passes belong to the pipeline's schedule. "
             "Let Lightning optimize, or use strategy='ddp'."
         )
+    if "dataloader_iter" in signature(module.training_step).parameters:
+        raise ValueError("training_step(self, dataloader_iter) is not supported: the strategy cuts each batch itself.")
     if type(module).backward is not LightningModule.backward:
         raise ValueError(
             f"{type(module).__name__}.backward is overridden, and the pipeline's schedule runs the backward passes "
@@ -99,10 +111,10 @@ def check_trainer(trainer: Trainer) -> None:
         ValueError: Naming the feature and the way out.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+        if isinstance(callback, REFUSED_CALLBACKS):
             raise ValueError(
-                f"{type(callback).__name__} averages the parameters of each process by their order, and a stage or a "
-                "shard holds only some of them. Leave it out, or use strategy='ddp'."
+                f"{type(callback).__name__} changes or averages the parameters of each process by their order, and a "
+                "stage or a shard holds only some of them. Leave it out, or use strategy='ddp'."
             )
     if sync_batchnorm(trainer.strategy):
         raise ValueError(

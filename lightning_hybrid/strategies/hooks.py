@@ -28,7 +28,10 @@ STAGES = ("train", "validation", "test")
 LOGGING = (
     *(f"on_{s}_{m}" for s in STAGES for m in ("start", "epoch_start", "batch_start", "batch_end", "epoch_end")),
     *("on_before_backward", "on_after_backward", "on_before_zero_grad", "on_before_optimizer_step"),
+    "configure_gradient_clipping",
 )
+RARE = frozenset(f"on_{s}_{m}" for s in STAGES for m in ("start", "epoch_start", "epoch_end", "end"))
+LIGHTNINGS = frozenset(vars(LightningModule()))  # attributes that every module has
 GATHERING = tuple(f"on_{s}_{m}" for s in STAGES for m in ("epoch_end", "end"))
 
 
@@ -73,7 +76,8 @@ class SharedHooks:
             ):  # in a hook that calls another, the outer one records
                 return hook(*args, **kwargs)
             recorder = Recorder(self._module, None, self._engine.mesh.device)
-            with recorder.recording(1):
+            # between the start and the end of a batch, what is logged counts by the batch's samples
+            with recorder.recording(1 if name in RARE else self._engine.num_samples):
                 result = hook(*args, **kwargs)
             combined, _ = exchange.combine(recorder.entries, [], prefer=self._last)
             replay(self._module, combined)
@@ -89,7 +93,7 @@ class SharedHooks:
     def _shareable(self) -> dict[str, Any]:
         kinds = (*CONTAINERS, *SIMPLE, Tensor)
         own = plain_attributes(self._module)
-        return {name: value for name, value in own.items() if not name.startswith("_") and isinstance(value, kinds)}
+        return {name: value for name, value in own.items() if name not in LIGHTNINGS and isinstance(value, kinds)}
 
     def _copy_from_last_stage(self) -> None:
         mesh = self._engine.mesh

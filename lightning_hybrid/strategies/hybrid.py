@@ -17,7 +17,6 @@ from typing_extensions import override
 from lightning_hybrid.compat import is_accumulating
 from lightning_hybrid.parallel.executor import Event
 from lightning_hybrid.parallel.gradients import install_gradients, take_gradients
-from lightning_hybrid.parallel.saving import gather_model_state, gather_optimizer_state
 from lightning_hybrid.strategies import checks
 from lightning_hybrid.strategies.assembly import Assembly, Ground, assemble, survey
 from lightning_hybrid.strategies.clipping import Clipping
@@ -142,7 +141,7 @@ class HybridPTDPStrategy(ProcessStrategy):
         is_plain = self.world_size == 1 and self.options["num_microbatches"] in ("auto", 1)
         if fitting:
             self.setup_optimizers(trainer)
-            if not is_plain:
+            if not is_plain or trainer.accumulate_grad_batches > 1:
                 checks.check_module(module)
                 checks.check_trainer(trainer)
                 checks.check_optimizers(self.optimizers)
@@ -168,8 +167,6 @@ class HybridPTDPStrategy(ProcessStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
         self.cluster_environment.teardown()
-
-    # Steps
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -244,7 +241,13 @@ class HybridPTDPStrategy(ProcessStrategy):
         self._loaders.start("test")
         self.assembly.engine.prepare_evaluation()
 
-    # Data
+    @override
+    def on_validation_end(self) -> None:
+        self.assembly.engine.finish_evaluation()
+
+    @override
+    def on_test_end(self) -> None:
+        self.assembly.engine.finish_evaluation()
 
     @property
     @override
@@ -266,22 +269,19 @@ class HybridPTDPStrategy(ProcessStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         return self._loaders.process(dataloader, self.ground.mesh, self.ground.seed)
 
-    # State
-
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """State of the whole model on rank 0, empty elsewhere."""
-        assembly = self.assembly
-        return gather_model_state(assembly.engine, assembly.keys)
+        return self.assembly.model_state()
 
     @override
-    def optimizer_state(self, optimizer: Optimizer) -> Mapping[str, Any]:  # type: ignore[override]
-        """State of one optimizer over the whole model on rank 0, empty elsewhere."""
-        assembly = self.assembly
-        assert assembly.groups is not None
-        bare = getattr(optimizer, "optimizer", optimizer)
-        index, groups = self.optimizers.index(bare), assembly.groups
-        return gather_optimizer_state(assembly.engine, bare, groups.names[index], groups.given[index])
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self.assembly.optimizer_state(self.optimizers, optimizer)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._assembly is not None:
+            self._assembly.check_loadable()
+        super().load_model_state_dict(checkpoint, strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -124,6 +124,7 @@ class Recorder:
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
+        occurrence = self._seen[name] = self._seen.get(name, -1) + 1
         run = self._keeper.active if self._keeper else None
         if run is not None and not run.entered:
             return  # an earlier stage records it
@@ -132,7 +133,6 @@ class Recorder:
             if run.is_probe:
                 _reduction(name, reduce_fx), _scalar(name, value, self._device)  # where all ranks hear of a mistake
                 return
-        occurrence = self._seen[name] = self._seen.get(name, -1) + 1
         given = dict(zip(KEPT, (prog_bar, logger, on_step, on_epoch, add_dataloader_idx), strict=True))
         flags = tuple((flag, setting) for flag, setting in given.items() if setting is not None)
         if isinstance(value, Metric):

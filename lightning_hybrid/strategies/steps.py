@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lightning_hybrid.functional.schedules import usable_microbatches
 from lightning_hybrid.parallel.engine import Engine, Step, divide_gradients
-from lightning_hybrid.parallel.microbatch import batch_size, split_batch, structure_key
+from lightning_hybrid.parallel.microbatch import batch_size, check_visible, split_batch, structure_key
 from lightning_hybrid.strategies.loaders import check_same_batch
+from lightning_hybrid.strategies.losses import LOSS, Counts, check_loss, loss_of, refuse_all_gather
 from lightning_hybrid.strategies.metric_objects import MetricObjects
 from lightning_hybrid.strategies.records import Exchange, Key, Recorder, outputs, replay
 
@@ -27,15 +28,6 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 MAX_RECHECKS = 3  # losses of NaN that are looked into; after that the training has simply diverged
-LOSS = "loss"
-
-
-@dataclass
-class Counts:
-    """Micro-batches of one batch whose step returned a `loss_weight`, and the others."""
-
-    weighted: int = 0
-    plain: int = 0
 
 
 @dataclass
@@ -62,6 +54,7 @@ class StepRunner:
     _window_weight: float = 0.0
     _rechecks: int = 0
     _dropped: set[str] = field(default_factory=set)
+    _whole: dict[str, Any] | None = None  # what the step returned besides scalars, where one step sees the whole batch
 
     def train(
         self,
@@ -73,7 +66,7 @@ class StepRunner:
         first: bool,
         last: bool,
         on_planned: Callable[[], None],
-    ) -> Tensor | dict[str, Tensor]:
+    ) -> Tensor | dict[str, Any]:
         """One training batch, forward and backward.
 
         Args:
@@ -109,12 +102,13 @@ class StepRunner:
         )
         num_weighted, num_plain = sums
         self._finish_weights(num_weighted, num_plain, weight, first=first, last=last)
-        values = outputs(combined)
+        values: dict[str, Any] = outputs(combined)
         if self._rechecks < MAX_RECHECKS and LOSS in values and bool(values[LOSS].isnan()):
             self._rechecks += 1
             self.engine.recheck(step, training=True)
         self._replay(combined, on_step=True)
         values.setdefault(LOSS, torch.zeros((), device=self.engine.mesh.device))
+        values |= self._whole or {}
         return values if len(values) > 1 else values[LOSS]
 
     def evaluate(
@@ -137,7 +131,7 @@ class StepRunner:
             self.engine.evaluate(step, plans, lambda i, output: self._record_outputs(recorder, output, sizes[i]))
         combined, _ = self._exchange(hook).combine(recorder.entries, [])
         self._replay(combined, on_step=False)
-        values = outputs(combined)
+        values = {**outputs(combined), **((self._whole or {}) if counts else {})}
         return values.pop("") if "" in values else values or None
 
     def _split(self, batch: Any, hook: str) -> tuple[list[Any], list[int]]:
@@ -146,12 +140,16 @@ class StepRunner:
             self._checked[hook] = self._checked.get(hook, 0) + 1
             check_same_batch(batch, self.engine.mesh)
         samples = batch_size(batch)
+        self.engine.num_samples = samples
         wanted = self.num_microbatches
         if isinstance(wanted, str):
             wanted = 1 if pipeline == 1 else 4 * pipeline
         usable = usable_microbatches(self.schedule, pipeline, self.num_chunks, wanted, max(samples, 1))
         custom = getattr(self.module, "split_batch", None)
+        if custom is None and (usable > 1 or wanted != 1 or self.engine.mesh.layout.data > 1):
+            check_visible(batch)
         parts = list(custom(batch, usable)) if callable(custom) else split_batch(batch, usable)
+        self._whole = {} if pipeline == 1 and len(parts) == 1 else None
         return parts, [batch_size(part) for part in parts]
 
     def _step(
@@ -167,14 +165,26 @@ class StepRunner:
         function = getattr(self.module, hook)
 
         def call(micro_batch: int) -> Any:
-            with recorder.recording(sizes[micro_batch]), context():
+            with recorder.recording(sizes[micro_batch]), self._gathering(len(parts)), context():
                 output = function(parts[micro_batch], *args[1:])
             if hook == "training_step":
-                _check_loss(output)  # in the probe already, where all ranks hear of it
+                check_loss(output)  # in the probe already, where all ranks hear of it
             return output
 
         mode = (hook, self.module.training, torch.is_grad_enabled())
         return Step((hook, *name), [(mode, structure_key(part)) for part in parts], call)
+
+    @contextmanager
+    def _gathering(self, num_parts: int) -> Iterator[None]:
+        """Refuse `self.all_gather` where other ranks are not in the same step at the same time."""
+        if self.engine.cut is None and num_parts == 1:
+            yield
+            return
+        vars(self.module)["all_gather"] = refuse_all_gather
+        try:
+            yield
+        finally:
+            del vars(self.module)["all_gather"]
 
     def _recorder(self) -> Recorder:
         cut = self.engine.cut
@@ -219,7 +229,7 @@ class StepRunner:
         micro_batch: int,
         output: Any,
     ) -> tuple[Tensor, float]:
-        loss, weight = _loss_of(output)
+        loss, weight = loss_of(output)
         counts.weighted += weight is not None
         counts.plain += weight is None
         key = Key("output", LOSS, dtype=loss.dtype)
@@ -235,6 +245,8 @@ class StepRunner:
             if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point():
                 key = Key("output", str(name), dtype=value.dtype)
                 recorder.add(key, value.detach().reshape(()), float(samples))
+            elif self._whole is not None:
+                self._whole[name] = value
             elif value is not None and name not in self._dropped:
                 self._dropped.add(str(name))
                 if self.engine.mesh.data_rank == 0:  # only the last stage knows, which is never global rank 0
@@ -255,24 +267,3 @@ class StepRunner:
         self._window_weight += weight if num_weighted else 0.0
         if last and num_weighted:
             divide_gradients(self.engine.local_parameters(), self._window_weight)
-
-
-def _check_loss(output: Any) -> Tensor:
-    """The scalar tensor in what `training_step` returned.
-
-    Raises:
-        TypeError: If there is none.
-    """
-    loss = output.get(LOSS) if isinstance(output, Mapping) else output
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise TypeError(
-            f"training_step returned {type(output).__name__} without a scalar loss tensor. Under this strategy it must "
-            'return the loss, or a dictionary with "loss" (and "loss_weight" for an exactly weighted mean).'
-        )
-    return loss
-
-
-def _loss_of(output: Any) -> tuple[Tensor, float | None]:
-    """(loss, its weight or None) of what `training_step` returned."""
-    weight = output.get("loss_weight") if isinstance(output, Mapping) else None
-    return _check_loss(output).reshape(()), None if weight is None else float(weight)

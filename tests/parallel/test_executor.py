@@ -72,6 +72,7 @@ class Multiplying:
             lambda i, loss: (loss, weights[i]),
             lambda i: None if travels else weights[i],
             lambda stage, i: self.backwards.append((stage, i)),
+            lambda stage, i: None,
         )
         self.executor.run(work)
         return program

@@ -4,7 +4,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hybrid.parallel.mesh import CHANNELS, Layout, Mesh
+from lightning_hybrid.parallel.mesh import Layout, Mesh
 from tests.launch import run_ranks
 
 CPU = torch.device("cpu")
@@ -88,9 +88,12 @@ def test_each_group_holds_the_ranks_of_its_axis(results):
     assert [result["apart"] for result in results] == [1, 1010, 100, 1010]
 
 
-def test_a_pipeline_has_a_communicator_for_each_channel_and_replicas_alone_have_none(results):
-    for result in results:
-        assert result["channels"] == [list(CHANNELS), [], list(CHANNELS)]
+def test_each_direction_over_each_boundary_has_a_communicator_and_replicas_alone_have_none(results):
+    for rank, result in enumerate(results):
+        square, alone, line = result["channels"]
+        assert square == [(True, 0), (False, 0), (True, 1), (False, 1)]  # two ranks: straight, and wrapped around
+        assert alone == []
+        assert set(line) == {(forward, lower) for forward in (True, False) for lower in (rank, (rank - 1) % 4)}
         assert result["groups"] == 6
         assert len(result["channel sums"]) == 1
     assert [result["stages"] for result in results] == [[0, 2, 0, 2], [1, 3, 1, 3]] * 2

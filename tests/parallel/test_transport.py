@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.parallel.mesh import CHANNELS, Layout, Mesh
+from lightning_hybrid.parallel.mesh import Layout, Mesh
 from lightning_hybrid.parallel.transport import Transport
 from tests.launch import run_ranks
 
@@ -56,6 +56,9 @@ def test_messages_reach_the_neighbouring_stage_both_ways_and_around_the_end():
         assert (matrix, number, shape) == ([100 * sender + i], 100 * sender + i, (0, 4))
 
 
+CHANNELS = [(forward, lower) for forward in (True, False) for lower in range(3)]
+
+
 class Done:
     def is_completed(self):
         return True
@@ -66,7 +69,7 @@ class Done:
 @pytest.mark.parametrize("pipeline", [2, 3])
 def test_boundaries_between_chunks_have_channels_of_their_own(pipeline):
     mesh = SimpleNamespace(
-        channels={name: name for name in CHANNELS},
+        channels={channel: channel for channel in CHANNELS},
         layout=Layout(pipeline, 1),
         rank_of_stage=lambda stage: stage % pipeline,
     )
@@ -88,8 +91,7 @@ def test_boundaries_between_chunks_have_channels_of_their_own(pipeline):
                 transport.post([tensor], stage + 1, i, forward=True)
                 transport.send([tensor], stage + 1, i, forward=False)
                 transport.post([tensor], stage, i, forward=False)
-    wrap = pipeline - 1  # the stage before the boundary between the chunks
-    names = [f"{way}_wrap" if stage == wrap else way for stage in range(last) for way in ("forward", "backward")]
+    names = [(forward, stage % pipeline) for stage in range(last) for forward in (True, False)]
     assert [group for group, _, _ in sent] == [group for group, _, _ in received] == 2 * names
     assert [tag for *_, tag in sent] == [tag for *_, tag in received]  # both ends say the same
     for channel in CHANNELS:

@@ -58,7 +58,8 @@ class Recording(Module):
 
 def hooks_of(module, layout):
     mesh = Mesh(layout, device=CPU)
-    hooks = SharedHooks(module, SimpleNamespace(mesh=mesh, is_last=mesh.pipeline_rank == layout.pipeline - 1))
+    is_last = mesh.pipeline_rank == layout.pipeline - 1
+    hooks = SharedHooks(module, SimpleNamespace(mesh=mesh, is_last=is_last, num_samples=1))
     hooks.install()
     return mesh
 
@@ -90,36 +91,40 @@ def test_hooks_see_what_the_last_stages_steps_left_in_the_same_objects():
         assert kept
         assert total == [value + 1, value + 1]
         assert name == (f"after {value}" if rank >= 2 else "mine")  # unchanged there, so not sent again
-        assert private == (value if rank >= 2 else -100)  # private attributes stay where they are
+        assert private == value  # an underscore does not keep it from the hooks that read it
     assert not any(needs_grad for state, *_ in results[:2] for _, needs_grad in state["outputs"])
 
 
 class Logging(Module):
+    def __init__(self):
+        super().__init__()
+        self.own = SimpleNamespace(value=0.0)  # not plain state, so that each rank keeps its own
+
     def on_train_batch_end(self, *args):
-        self.log("a", self._value)
+        self.log("a", self.own.value)
         self.log("s", 1.0, reduce_fx="sum")
-        self.log("m", self._value, reduce_fx="max", batch_size=3)
+        self.log("m", self.own.value, reduce_fx="max", batch_size=3)
         return "returned"
 
     def on_validation_epoch_end(self):
-        self.log("inner", self._value, reduce_fx="sum")
+        self.log("inner", self.own.value, reduce_fx="sum")
 
     def on_test_epoch_end(self):
         self.on_validation_epoch_end()
-        self.log("outer", self._value)
+        self.log("outer", self.own.value)
 
     def on_train_end(self):
         self.ended = True
 
     def on_validation_start(self):
-        if self._value == 100:  # one stage of one replica, not the last
+        if self.own.value == 100:  # one stage of one replica, not the last
             self.log("rare", 7.0)
 
 
 def logged():
     module = Logging()
     mesh = hooks_of(module, Layout(2, 2))
-    module._value = 2.0 + 2 * mesh.data_rank if mesh.pipeline_rank == 1 else 100.0 + mesh.data_rank
+    module.own.value = 2.0 + 2 * mesh.data_rank if mesh.pipeline_rank == 1 else 100.0 + mesh.data_rank
     returned = module.on_train_batch_end(None, None, 0)
     at_batch_end = list(module.logged)
     module.logged.clear()
@@ -143,11 +148,11 @@ def wrapped_names():
     module = Logging()
     own = module.on_train_end
     mesh = Mesh(Layout(1, 1), device=CPU)
-    hooks = SharedHooks(module, SimpleNamespace(mesh=mesh, is_last=True))
+    hooks = SharedHooks(module, SimpleNamespace(mesh=mesh, is_last=True, num_samples=1))
     hooks.install()
     names = {name for name in vars(module) if name.startswith("on_")}
     hooks.install()  # a second time changes nothing
-    module._value = 5.0
+    module.own.value = 5.0
     module.on_validation_epoch_end()
     hooks.remove()
     hooks.remove()

@@ -1,0 +1,52 @@
+"""What `training_step` returns, and what it may not do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+LOSS = "loss"
+
+
+@dataclass
+class Counts:
+    """Micro-batches of one batch whose step returned a `loss_weight`, and the others."""
+
+    weighted: int = 0
+    plain: int = 0
+
+
+def refuse_all_gather(*args: Any, **kwargs: Any) -> NoReturn:
+    """Stand for `LightningModule.all_gather` in a step that runs in several parts.
+
+    Raises:
+        RuntimeError: Always.
+    """
+    raise RuntimeError(
+        "self.all_gather in a step would join different micro-batches, because ranks run them at different times. "
+        "Gather in a hook such as on_train_batch_end, or set pipeline_parallel_size=1 and num_microbatches=1."
+    )
+
+
+def check_loss(output: Any) -> Tensor:
+    """The scalar tensor in what `training_step` returned.
+
+    Raises:
+        TypeError: If there is none.
+    """
+    loss = output.get(LOSS) if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TypeError(
+            f"training_step returned {type(output).__name__} without a scalar loss tensor. Under this strategy it must "
+            'return the loss, or a dictionary with "loss" (and "loss_weight" for an exactly weighted mean).'
+        )
+    return loss
+
+
+def loss_of(output: Any) -> tuple[Tensor, float | None]:
+    """(loss, its weight or None) of what `training_step` returned."""
+    weight = output.get("loss_weight") if isinstance(output, Mapping) else None
+    return check_loss(output).reshape(()), None if weight is None else float(weight)

@@ -1,0 +1,148 @@
+"""Each private name of another library still does what we use it for; a test that fails here names what has moved."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch import Callback
+from torch import nn
+from torchmetrics import SumMetric
+
+from lightning_hybrid import compat
+from tests.launch import run_ranks
+from tests.small import Small, fit, hybrid, loader, trainer_of
+
+
+def test_every_function_has_a_test():
+    text = Path(__file__).read_text()
+    for name, function in inspect.getmembers(compat, inspect.isfunction):
+        assert function.__module__ != compat.__name__ or f"compat.{name}(" in text, name
+
+
+def test_dispatch_mode_sees_operations_below_autograd():
+    seen = []
+
+    class Watch(compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, requires_grad=True)
+    with Watch():
+        (x * 2).sum().backward()
+    assert torch.ops.aten.mul.Tensor in seen
+    assert torch.ops.aten.sum.default in seen
+    assert torch.equal(x.grad, torch.full((2,), 2.0))
+
+
+def test_storage_key_belongs_to_the_storage():
+    x, empty = torch.zeros(4), torch.empty(0)
+    assert compat.storage_key(x) == compat.storage_key(x[1:].view(3, 1)) != compat.storage_key(x.clone())
+    assert compat.storage_key(empty) != compat.storage_key(torch.empty(0))
+    key = compat.storage_key(x)
+    x.untyped_storage().resize_(0)
+    x.untyped_storage().resize_(400)
+    assert compat.storage_key(x) == key
+
+
+def test_version_counts_writes():
+    x = torch.zeros(2)
+    before = compat.version(x)
+    x[0].add_(1)
+    assert compat.version(x) == before + 1
+    with torch.inference_mode():
+        assert compat.version(torch.zeros(2)) == 0
+
+
+def test_view_is_told_from_a_whole_tensor():
+    x = torch.zeros(2, 2)
+    assert compat.is_view(x[0])
+    assert not compat.is_view(x)
+
+
+def test_buffer_names_include_empty_ones():
+    module = nn.Linear(2, 2)
+    module.register_buffer("a", torch.zeros(1))
+    module.register_buffer("b", None)
+    module.inner = nn.BatchNorm1d(2)
+    assert compat.buffer_names(module) == ["a", "b"]
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_wish_for_synchronised_batch_norm_is_found(wanted):
+    strategy = hybrid(1)
+    trainer_of(strategy, sync_batchnorm=wanted)
+    assert compat.sync_batchnorm(strategy) == wanted
+
+
+class Accumulating(Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_before_backward(self, trainer, *args):
+        self.seen.append(compat.is_accumulating(trainer))
+
+
+def test_batches_before_the_last_of_a_window_are_known():
+    callback = Accumulating()
+    fit(Small(), loader(10, 2), callbacks=[callback], accumulate_grad_batches=2)
+    assert callback.seen == [True, False, True, False, False]
+
+
+def test_computed_value_is_kept_until_the_next_update():
+    metric = SumMetric()
+    metric.update(2.0)
+    assert compat.cached_value(metric) is None
+    assert metric.compute() == compat.cached_value(metric) == 2
+
+
+def test_computed_value_can_be_set_and_forgotten_without_losing_the_state():
+    metric = SumMetric()
+    metric.update(2.0)
+    compat.set_cached_value(metric, torch.tensor(7.0))
+    assert metric.compute() == 7
+    compat.set_cached_value(metric, None)
+    assert metric.compute() == 2
+
+
+class LogsMetric(Small):
+    def __init__(self):
+        super().__init__()
+        self.metric = SumMetric()
+
+    def training_step(self, batch, batch_idx):
+        self.metric.update(1.0)
+        compat.set_step_value(self.metric, torch.tensor(7.0 + batch_idx))
+        self.log("metric", self.metric, on_step=True, on_epoch=True)
+        return self.loss(batch)
+
+
+def test_value_of_the_step_is_what_lightning_logs():
+    metrics = fit(LogsMetric(), loader(4, 2)).callback_metrics
+    assert (metrics["metric_step"], metrics["metric_epoch"]) == (8, 2)
+
+
+def test_launcher_leaves_processes_alone_that_others_have_started(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # else the launcher chooses it
+    launcher = compat.subprocess_launcher(TorchElasticEnvironment(), 2, 1)
+    assert launcher.launch(lambda value: value + 1, 2) == 3
+    assert not launcher.is_interactive_compatible
+    with pytest.raises(ValueError, match="does not match the world size"):
+        compat.subprocess_launcher(TorchElasticEnvironment(), 3, 1).launch(int)
+
+
+def gathered(groups):
+    group = dist.new_group([0, 1]) if groups else None
+    output = torch.empty(4)
+    compat.all_gather_flat(output, torch.tensor([1.0, 2.0]) + 10 * dist.get_rank(), group)
+    return output.tolist()
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_parts_are_gathered_in_rank_order(groups):
+    assert run_ranks(2, gathered, groups) == [[1, 2, 11, 12]] * 2
