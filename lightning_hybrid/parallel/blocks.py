@@ -59,8 +59,17 @@ def block_names(root: nn.Module, lists: Sequence[str]) -> list[str]:
             raise ValueError(
                 f"{list_name} holds one module at several positions; the pipeline needs one module for each."
             )
-        names += [f"{list_name}.{child}" if list_name else child for child in children]
+        names += [block for child in children for block in _callable_blocks(container, child, list_name)]
     return names
+
+
+def _callable_blocks(container: nn.Module, child_name: str, prefix: str) -> list[str]:
+    """The block itself; a list or dictionary of modules is not called, but its elements are."""
+    name = f"{prefix}.{child_name}" if prefix else child_name
+    child = container.get_submodule(child_name)
+    if not isinstance(child, nn.ModuleList | nn.ModuleDict):
+        return [name]
+    return [block for inner, _ in child.named_children() for block in _callable_blocks(child, inner, name)]
 
 
 def num_parameters(module: nn.Module) -> int:

@@ -148,7 +148,7 @@ class StageCut:
         if leaf in dict(
             module.named_parameters(recurse=False, remove_duplicate=False)
         ):  # a shared module has lost it under its other name
-            self.stand_ins[name] = hollow(module, leaf)
+            self.stand_ins[name] = hollow(module, leaf, self.device)
 
 
 def ancestors_of(blocks: Sequence[str]) -> set[str]:

@@ -104,7 +104,8 @@ class Executor:
             tensor.requires_grad_(spec.requires_grad and torch.is_grad_enabled())
         self._started = time.perf_counter()  # an action's time does not contain the wait for its input
         result = work.forward(stage, micro_batch, payload)
-        self._saved[stage, micro_batch] = _Saved(payload, result)
+        if stage < self.num_stages - 1 or torch.is_grad_enabled():
+            self._saved[stage, micro_batch] = _Saved(payload, result)
         self.peak_in_flight = max(self.peak_in_flight, len(self._saved))
 
     def _backward(self, work: Work, stage: int, micro_batch: int) -> None:

@@ -178,14 +178,14 @@ def _subclass(base: type, members: dict[str, Any]) -> type:
     return type(base.__name__, (base,), {**names, **members})
 
 
-def hollow(module: nn.Module, parameter_name: str) -> Tensor:
+def hollow(module: nn.Module, parameter_name: str, device: torch.device) -> Tensor:
     """Replace one of the module's own parameters by a stand-in of the same shape without memory, and return that.
 
     The stand-in is no parameter: it is in no `parameters()`, `state_dict()` or optimizer, and a probe refuses to let
     its value matter.
     """
     parameter = module.get_parameter(parameter_name)
-    stand_in = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    stand_in = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
     delattr(module, parameter_name)
     module.__dict__[parameter_name] = stand_in
     return stand_in

@@ -34,11 +34,11 @@ class TensorSpec:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
     def unknown(self, device: torch.device) -> Tensor:
-        """The same with one element NaN, so that its use on a path that no probe saw cannot pass unnoticed."""
+        """The same filled with NaN, or the least integer: its use on a path that no probe saw cannot pass unnoticed."""
         tensor = self.empty(device)
-        if tensor.is_floating_point() and tensor.numel():
-            tensor.as_strided((1,), (1,)).fill_(torch.nan)
-        return tensor
+        if tensor.is_floating_point() or tensor.is_complex():
+            return tensor.fill_(torch.nan)
+        return tensor if tensor.dtype == torch.bool else tensor.fill_(torch.iinfo(tensor.dtype).min)
 
     def buffer(self, device: torch.device) -> Tensor:
         """A contiguous buffer to receive it into."""

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from types import FrameType
+from types import CellType, FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from lightning_hybrid.parallel.cut import StageCut
 from lightning_hybrid.parallel.gates import guard_attribute
 from lightning_hybrid.parallel.probe_run import ProbeRun
 from lightning_hybrid.parallel.provenance import LIVE, tensors_of
-from lightning_hybrid.parallel.snapshot import Snapshot, plain_attributes
+from lightning_hybrid.parallel.snapshot import Snapshot
 
 WAY_OUT = (
     "Values recorded on the side do not cross stages: pass them through the blocks, or add a loss made inside a block "
@@ -109,7 +109,8 @@ def refuse_hidden(cut: StageCut, run: ProbeRun, payload: Iterable[Tensor]) -> No
     """
     if run.is_last:
         return
-    known = {id(value) for module in cut.root.modules() for value in plain_attributes(module).values()}
+    # what modules hold themselves has been looked at
+    known = {id(value) for module in cut.root.modules() for value in (vars(module), *vars(module).values())}
     sent = {id(tensor) for tensor in payload}
     alive = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     live = [tensor for tensor in alive if id(tensor) not in sent and run.provenance.of(tensor) & LIVE]
@@ -135,16 +136,26 @@ def _stage_of(cut: StageCut, name: str) -> int:
 
 
 def _is_users(holder: Any, held: set[int]) -> bool:
-    """Whether a referrer of these tensors could be read by another stage: a list, a set or an ordinary object."""
-    if isinstance(holder, list | set | deque):
+    """Whether a referrer is something that code of another stage could read: a container, a closure, an object."""
+    if isinstance(holder, list | set | deque | CellType):
         return True
-    if isinstance(holder, dict | tuple | FrameType | nn.Module | Tensor):
+    if isinstance(holder, dict):  # keyword arguments that an activation checkpoint keeps are nobody's
+        return "__builtins__" in holder or any(_names(other, holder) for other in gc.get_referrers(holder))
+    if isinstance(holder, tuple | FrameType | nn.Module | Tensor):
         return False
     return any(id(value) in held for value in getattr(holder, "__dict__", {}).values()) and not _is_torchs(holder)
 
 
+def _names(owner: Any, value: Any) -> bool:
+    """Whether a Python module has the value as a global variable, or an ordinary object as an attribute."""
+    if isinstance(owner, dict):
+        return "__builtins__" in owner
+    return any(attribute is value for attribute in getattr(owner, "__dict__", {}).values()) and not _is_torchs(owner)
+
+
 def _is_torchs(holder: Any) -> bool:
-    return any(base.__module__.partition(".")[0] in ("torch", "lightning_hybrid") for base in type(holder).__mro__)
+    libraries = ("torch", "functools", "lightning_hybrid")
+    return any(base.__module__.partition(".")[0] in libraries for base in type(holder).__mro__)
 
 
 def _refuse(cut: StageCut, run: ProbeRun, holder: str) -> None:

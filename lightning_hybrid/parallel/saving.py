@@ -25,7 +25,8 @@ def gather_model_state(engine: Engine, keys: list[str]) -> dict[str, Any]:
         RuntimeError: If a key is found on no rank.
     """
     local = engine.root.state_dict()
-    mine = {key: whole(local[key]) for key in local if key in keys and _saves(engine, key)}
+    wanted = set(keys)
+    mine = {key: whole(local[key]) for key in local if key in wanted and _saves(engine, key)}
     parts = _collect(engine, mine)
     if parts is None:
         return {}

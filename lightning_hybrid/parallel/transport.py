@@ -67,11 +67,6 @@ class Transport:
             self._sending.popleft()[0].wait()
         assert not self._received, f"received and never used: {list(self._received)}"
 
-    def clear(self) -> None:
-        """Forget everything after a failure; the processes are about to end."""
-        self._received.clear()
-        self._sending.clear()
-
     def _route(self, lower: int, peer_stage: int, forward: bool) -> tuple[dist.ProcessGroup, int]:
         channel = forward, lower % self._mesh.layout.pipeline
         return self._mesh.channels[channel], self._mesh.rank_of_stage(peer_stage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 
 from lightning_hybrid.parallel.mesh import Mesh
@@ -27,7 +28,8 @@ class DataLoaders:
 
     def process(self, loader: object, mesh: Mesh, seed: int) -> object:
         """Make one loader agree over the stages of a replica and, in evaluation, count each sample once."""
-        if mesh.layout.pipeline > 1:
+        agreed = mesh.layout.data == 1 and "PL_GLOBAL_SEED" in os.environ  # all ranks draw alike, as one process does
+        if mesh.layout.pipeline > 1 and not agreed:
             agree_on_order(
                 loader, derived_seed(seed, self._kind, len(self._loaders.get(self._kind, [])), mesh.data_rank)
             )

@@ -1,9 +1,8 @@
 """The user's hooks under a pipeline: they see what the last stage gathered, and what they log is equal on every rank.
 
 A hook such as `on_validation_epoch_end` runs on every rank, but only the last stage has run the code behind the last
-    block: the
-lists and numbers that the steps left on the LightningModule are therefore copied from it first. What a hook logs is
-taken from the last stage too and combined over the replicas.
+block: the lists and numbers that steps left on the LightningModule are therefore copied from it first. What a hook logs
+is taken from the last stage too, and combined over the replicas.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import functools
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -128,12 +128,25 @@ class SharedHooks:
             setattr(self._module, name, value)
 
     def _to_device(self, leaf: Any) -> Any:
-        return leaf.to(self._engine.mesh.device) if isinstance(leaf, Tensor) else leaf
+        return leaf.tensor.to(self._engine.mesh.device) if isinstance(leaf, _OnDevice) else leaf
+
+
+@dataclass
+class _OnDevice:
+    """A tensor in host memory that was on the device, and is to be there again."""
+
+    tensor: Tensor
+
+
+def _pack_leaf(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach() if leaf.device.type == "cpu" else _OnDevice(leaf.detach().cpu())
 
 
 def _packed(value: Any) -> bytes | None:
     """Pickled, with tensors detached and in host memory; None if that is impossible."""
     try:
-        return pickle.dumps(map_leaves(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, value))
+        return pickle.dumps(map_leaves(_pack_leaf, value))
     except (pickle.PicklingError, TypeError, AttributeError):
         return None

@@ -191,10 +191,10 @@ class Exchange:
         vector = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=self._device).reshape(()) for x in row])
         size = dist.get_world_size()
         if size == 1:
-            return vector[None]
+            return vector[None].cpu()
         rows = vector.new_empty(size * len(row))
         all_gather_flat(rows, vector)
-        return rows.view(size, len(row))
+        return rows.view(size, len(row)).cpu()  # once; what follows is arithmetic of the host
 
     def _learn(self, keys: list[Key]) -> None:
         everyone: list[Any] = [None] * dist.get_world_size()
