@@ -160,3 +160,20 @@ class Sharded:
 def _set_last(module: FSDPModule, *, last: bool) -> None:
     module.set_requires_gradient_sync(last, recurse=False)
     module.set_reshard_after_backward(last, recurse=False)
+
+
+def broadcast_value(tensor: Tensor, source: int, group: Any = None) -> None:
+    """Give all ranks of a group the value of one, whatever the tensor's strides: gloo would ignore them.
+
+    Args:
+        tensor: Written in place; an expanded tensor, whose elements share memory, is left alone.
+        source: World rank that has the value.
+        group: The ranks; None for all.
+    """
+    if 0 in tensor.stride():
+        return
+    whole = tensor.detach().contiguous()
+    raw = whole.view(-1).view(torch.uint8) if whole.numel() else whole  # bytes: not every backend knows every type
+    dist.broadcast(raw, source, group=group)
+    if whole.data_ptr() != tensor.data_ptr():
+        tensor.copy_(whole)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_hybrid.functional.lowering import lower
 from lightning_hybrid.functional.schedules import Action, Kind, choose, forward_only
 from lightning_hybrid.parallel.cut import StageCut
-from lightning_hybrid.parallel.data_parallel import DataParallel, Replicated, Sharded
+from lightning_hybrid.parallel.data_parallel import DataParallel, Replicated, Sharded, broadcast_value
 from lightning_hybrid.parallel.executor import Event, Executor, Work
 from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.ownership import Ownership, settle
@@ -176,7 +176,7 @@ class Engine:
         if self.mesh.layout.data > 1:
             with torch.no_grad():
                 for buffer in self.root.buffers():
-                    dist.broadcast(buffer, self.mesh.data_ranks[0], group=self.mesh.data_group)
+                    broadcast_value(buffer, self.mesh.data_ranks[0], self.mesh.data_group)
 
     def finish_evaluation(self) -> None:
         """Let go of gathered parameters."""

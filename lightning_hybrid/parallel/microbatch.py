@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_hybrid.functional.trees import children_of, flatten, unflatten
+from lightning_hybrid.functional.trees import children_of, flatten, is_container, unflatten
 
 
 def batch_size(batch: object) -> int:
-    """Number of samples: the first dimension of the first tensor that has one; 1 if there is none."""
-    for leaf in flatten(batch)[0]:
-        if isinstance(leaf, Tensor) and leaf.ndim > 0:
-            return leaf.shape[0]
-    return 1
+    """Number of samples: the first dimension of the first tensor that has one, else the first list's length, else 1."""
+    return next(_tensor_sizes(batch), next(_list_sizes(batch), 1))
+
+
+def _tensor_sizes(batch: object) -> Iterator[int]:
+    return (leaf.shape[0] for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim > 0)
+
+
+def _list_sizes(tree: Any) -> Iterator[int]:
+    if isinstance(tree, list | tuple) and not any(is_container(child) for child in tree):
+        yield len(tree)
+    else:
+        for child in children_of(tree)[0]:
+            yield from _list_sizes(child)
 
 
 def check_visible(batch: object) -> None:
@@ -26,8 +35,8 @@ def check_visible(batch: object) -> None:
     Raises:
         TypeError: If no tensor with a dimension can be seen in it.
     """
-    leaves = flatten(batch)[0]
-    if not any(isinstance(leaf, Tensor) and leaf.ndim > 0 for leaf in leaves):
+    if next(_tensor_sizes(batch), next(_list_sizes(batch), None)) is None:
+        leaves = flatten(batch)[0]
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
         raise TypeError(
             f"The batch holds {kinds} and no tensor, so that its samples cannot be counted. Put the tensors in tuples, "

@@ -106,7 +106,7 @@ def _probe_stage(
         result = run_stage(run)
         recorded = find_recorded(cut, run, snapshot)
         run.needs.buffers = written_buffers(cut, run, snapshot)
-        if training and stage == 0 and mesh.rank == 0:
+        if training and not cut.searched and stage == 0 and mesh.rank == 0:
             warn_of_counters(cut, snapshot)
         if training and not cut.searched:
             refuse_hidden(cut, run, result.payload)

@@ -93,8 +93,8 @@ def warn_of_counters(cut: StageCut, snapshot: Snapshot) -> None:
         for attribute, _ in snapshot.changed(cut.root.get_submodule(name)):
             path = f"{name}.{attribute}" if name else f"self.{attribute}"
             warnings.warn(
-                f"{path} changes before {cut.blocks[0]}, in code that each stage runs for each micro-batch: it does "
-                "not count batches. Use batch_idx or self.global_step, or change it in on_train_batch_start.",
+                f"{path} changes in a step before the last stage, in code that stages run for each micro-batch: it "
+                "does not count batches. Use batch_idx or self.global_step, or change it in on_train_batch_start.",
                 stacklevel=2,
             )
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.parallel.blocks import block_names, find_block_lists
 from lightning_hybrid.parallel.cut import StageCut
-from lightning_hybrid.parallel.data_parallel import Sharded
+from lightning_hybrid.parallel.data_parallel import Sharded, broadcast_value
 from lightning_hybrid.parallel.engine import Engine
 from lightning_hybrid.parallel.gates import GATE
 from lightning_hybrid.parallel.mesh import Layout, Mesh
@@ -237,9 +237,10 @@ def _broadcast_whole(module: nn.Module, device: torch.device) -> None:
         return
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
-            on_device = tensor.to(device).contiguous()
-            dist.broadcast(on_device, 0)
-            tensor.copy_(on_device)
+            on_device = tensor.to(device)
+            broadcast_value(on_device, 0)
+            if on_device is not tensor:
+                tensor.copy_(on_device)
 
 
 def _turn_off_nested_tensors(module: nn.Module) -> None:

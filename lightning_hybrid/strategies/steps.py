@@ -103,7 +103,7 @@ class StepRunner:
         num_weighted, num_plain = sums
         self._finish_weights(num_weighted, num_plain, weight, first=first, last=last)
         values: dict[str, Any] = outputs(combined)
-        if self._rechecks < MAX_RECHECKS and LOSS in values and bool(values[LOSS].isnan()):
+        if last and self._rechecks < MAX_RECHECKS and LOSS in values and bool(values[LOSS].isnan()):
             self._rechecks += 1
             self.engine.recheck(step, training=True)
         self._replay(combined, on_step=True)
@@ -124,6 +124,7 @@ class StepRunner:
             counts: False where the replica has no more data: the batch is not run, and weighs nothing.
         """
         recorder = self._recorder()
+        self.engine.num_samples = 0
         if counts:
             parts, sizes = self._split(args[0], hook)
             step = self._step(hook, parts, sizes, args, context, recorder, name)
