@@ -22,7 +22,7 @@ def _tensor_sizes(batch: object) -> Iterator[int]:
 
 
 def _list_sizes(tree: Any) -> Iterator[int]:
-    if isinstance(tree, list | tuple) and not any(is_container(child) for child in tree):
+    if isinstance(tree, list | tuple) and tree and not any(is_container(child) for child in tree):
         yield len(tree)
     else:
         for child in children_of(tree)[0]:

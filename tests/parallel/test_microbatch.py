@@ -34,7 +34,8 @@ def test_known_sizes(samples, parts, sizes):
         (torch.zeros(5, 2), 5),
         ({"scale": torch.tensor(2.0), "x": torch.zeros(3)}, 3),  # a tensor without dimensions says nothing
         (["a", "b", torch.zeros(4, 1)], 4),
-        (["a", "b"], 1),
+        (["a", "b"], 2),  # texts, which the step turns into tokens
+        ({"text": ["a", "b", "c"], "n": 7}, 3),
         (torch.tensor(1.0), 1),
         (None, 1),
         ([], 1),
@@ -73,7 +74,10 @@ def test_a_batch_of_one_sample_or_one_part_is_passed_on_as_it_is():
     one, many = [torch.zeros(1, 2)], [torch.zeros(3)]
     assert split_batch(one, 4)[0] is one
     assert split_batch(many, 1)[0] is many
-    assert len(split_batch({"text": ["a", "b"]}, 2)) == 1
+
+
+def test_a_batch_of_texts_is_cut():
+    assert split_batch({"text": ["a", "b", "c"]}, 2) == [{"text": ["a", "b"]}, {"text": ["c"]}]
 
 
 NAMES = list("abcdefg")
