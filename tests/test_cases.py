@@ -99,28 +99,32 @@ def batches(sizes, seed=0):
     return DataLoader(samples(sum(sizes), seed), batch_sampler=chosen)
 
 
-def accumulated(model, batch, accumulate, layout=None):
+WINDOWS = [(PerToken, 4, 4), (PerToken, 8, 2), (PerToken, 16, 1), (PerSequence, 4, 1), (PerSequence, 4, 4)]
+"""Model, batch size and batches of a window: with the first three, 16 and then 8 samples."""
+
+
+def accumulated(layout):
     pipeline, data, chunks = layout or (1, 1, 1)
-    strategy = hybrid(pipeline, chunks) if layout else "auto"
-    return weights(fit(model(), loader(24, batch, data), strategy, accumulate_grad_batches=accumulate))
+    states = []
+    for model, batch, accumulate in WINDOWS:
+        strategy = hybrid(pipeline, chunks) if layout else "auto"
+        trainer = fit(model(), loader(24, batch, data), strategy, accumulate_grad_batches=accumulate)
+        states.append(weights(trainer))
+    return states
 
 
-@pytest.mark.parametrize(("batch", "accumulate"), [(4, 4), (8, 2), (16, 1)])
-def test_weighted_window_is_one_big_batch(batch, accumulate):
-    """Case 11: with `loss_weight` a window is the mean over its tokens, also the last one, which is shorter."""
-    expected = dict(weights(fit(PerToken(), batches([16, 8]))))
-    for layout in LAYOUTS:
-        found = run_trainers(layout[0] * layout[1], accumulated, PerToken, batch, accumulate, layout)[0]
-        torch.testing.assert_close(found, expected)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_accumulated_gradients_are_those_of_one_big_batch(layout):
+    """Case 11: with `loss_weight` a window is the mean over its tokens, also the last one, which is shorter.
 
-
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_window_without_weights_follows_lightning(accumulate):
-    """Case 11: without it samples count alike, and Lightning divides the last window by its full number of batches."""
-    expected = dict(accumulated(PerSequence, 4, accumulate))
-    for layout in LAYOUTS:
-        found = run_trainers(layout[0] * layout[1], accumulated, PerSequence, 4, accumulate, layout)[0]
-        torch.testing.assert_close(found, expected)
+    Without it samples count alike, and Lightning divides the last window by its full number of batches.
+    """
+    found = run_trainers(layout[0] * layout[1], accumulated, layout)[0]
+    one_big_batch = dict(weights(fit(PerToken(), batches([16, 8]))))
+    for state in found[:3]:
+        torch.testing.assert_close(state, one_big_batch)
+    for state, expected in zip(found[3:], accumulated(None)[3:], strict=True):
+        torch.testing.assert_close(state, dict(expected))
 
 
 class Logging(Small):
@@ -137,15 +141,21 @@ class Validating(Logging):
         return loss
 
 
-def odd_batches(sizes, options):
-    """Training on batches of these sizes, and validation in between."""
-    watch, strategy = Watch(), "auto" if options is None else hybrid(**options)
-    limits = {"val_check_interval": 1, "max_epochs": 2, "log_every_n_steps": 1}
-    trainer = fit(Validating(), batches(sizes), strategy, batches(sizes[::-1], seed=1), callbacks=[watch], **limits)
-    return watch.seen, weights(trainer)
+ODD = [[8], [4, 4, 2], [1, 8, 2, 3, 8]]
 
 
-@pytest.mark.parametrize("sizes", [[8], [4, 4, 2], [1, 8, 2, 3, 8]], ids=str)
+def odd_batches(options):
+    """Training on batches of these sizes, and validation after each of them."""
+    outcomes = []
+    for sizes in ODD:
+        watch, strategy = Watch(), "auto" if options is None else hybrid(**options)
+        limits = {"val_check_interval": 1, "max_epochs": 2, "log_every_n_steps": 1}
+        val = batches(sizes[::-1], seed=1)
+        trainer = fit(Validating(), batches(sizes), strategy, val, callbacks=[watch], **limits)
+        outcomes.append((watch.seen, weights(trainer)))
+    return outcomes
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -156,13 +166,13 @@ def odd_batches(sizes, options):
     ],
     ids=str,
 )
-def test_batch_that_no_number_of_microbatches_divides(sizes, options):
+def test_batch_that_no_number_of_microbatches_divides(options):
     """Case 12: also batches smaller than the number of micro-batches, and whole ones after them."""
-    seen, expected = odd_batches(sizes, None)
-    outcomes = run_trainers(2, odd_batches, sizes, options)
-    for found, _ in outcomes:
-        assert_same(found, seen)
-    torch.testing.assert_close(outcomes[0][1], dict(expected))
+    expected = odd_batches(None)
+    for rank, outcomes in enumerate(run_trainers(2, odd_batches, options)):
+        for (seen, state), (seen_by_one, state_of_one) in zip(outcomes, expected, strict=True):
+            assert_same(seen, seen_by_one)
+            torch.testing.assert_close(state, dict(state_of_one) if rank == 0 else {})
 
 
 UNEVEN = [[1, 5], [4, 2], [3, 3], [2, 7], [1, 1]]  # samples of either replica, step by step
@@ -182,25 +192,17 @@ class Given(Dataset):
 
 
 def uneven_replicas(options):
-    train = Given([size for step in UNEVEN for size in step])
+    train, strategy = Given([size for step in UNEVEN for size in step]), hybrid(microbatches=4, **options)
     mine = range(dist.get_rank() % 2, len(train), 2)
-    return weights(
-        fit(
-            Small(),
-            DataLoader(train, None, sampler=mine),
-            hybrid(microbatches=4, **options),
-            use_distributed_sampler=False,
-        )
-    )
+    return weights(fit(Small(), DataLoader(train, None, sampler=mine), strategy, use_distributed_sampler=False))
 
 
 @pytest.mark.parametrize("options", [{}, {"chunks": 2}, {"zero_stage": 0}, {"pipeline": 1}], ids=str)
 def test_replicas_whose_batches_differ_in_size(options):
     """Case 12: they run different numbers of micro-batches, and meet new shapes at different steps."""
     found = run_trainers(2 * options.get("pipeline", 2), uneven_replicas, options)[0]
-    torch.testing.assert_close(
-        found, dict(weights(fit(Small(), DataLoader(Given([sum(step) for step in UNEVEN]), None))))
-    )
+    expected = fit(Small(), DataLoader(Given([sum(step) for step in UNEVEN]), None))
+    torch.testing.assert_close(found, dict(weights(expected)))
 
 
 def very_different(options):

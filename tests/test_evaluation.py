@@ -69,27 +69,19 @@ def evaluated(function, numbers, layout, batch=2):
     return results, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def each_alone(function, layout):
-    return [evaluated(function, [number], layout) for number in NUMBERS]
+def alone_and_together(layout):
+    alone = [evaluated(function, [number], layout) for function in ("validate", "test") for number in NUMBERS]
+    return [*alone, *(evaluated("validate", numbers, layout) for numbers in ([1, 3], [5, 2, 8]))]
 
 
-@pytest.mark.parametrize("function", ["validate", "test"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_sample_counts_once(layout, function):
-    expected = each_alone(function, None)
-    assert [metrics["count"] for _, metrics in expected] == NUMBERS
-    for outcomes in run_trainers(layout[0] * layout[1], each_alone, function, layout):
-        for number, outcome, reference in zip(NUMBERS, outcomes, expected, strict=True):
-            assert_equal(outcome, reference, number)
-
-
-@pytest.mark.parametrize("numbers", [[5, 2, 8], [1, 3]], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_loader_has_its_own_counts(layout, numbers):
-    expected = evaluated("validate", numbers, None)
-    assert [expected[1][f"count/dataloader_idx_{i}"] for i in range(len(numbers))] == numbers
-    for outcome in run_trainers(layout[0] * layout[1], evaluated, "validate", numbers, layout):
-        assert_equal(outcome, expected, numbers)
+def test_every_sample_of_every_loader_counts_once(layout):
+    expected = alone_and_together(None)
+    assert [metrics.get("count") for _, metrics in expected] == [*NUMBERS, *NUMBERS, None, None]
+    assert [expected[-1][1][f"count/dataloader_idx_{i}"] for i in range(3)] == [5, 2, 8]
+    for outcomes in run_trainers(layout[0] * layout[1], alone_and_together, layout):
+        for case, (outcome, reference) in enumerate(zip(outcomes, expected, strict=True)):
+            assert_equal(outcome, reference, case)
 
 
 def assert_equal(outcome, expected, case):
@@ -146,16 +138,10 @@ class FitAndValidate(Counting):
     def val_dataloader(self):
         return [DataLoader(samples(number, seed=number), 2) for number in (3, 1)]
 
-    def on_validation_epoch_end(self):
-        kept = self.trainer.callback_metrics
-        counts = [kept.get(f"count/dataloader_idx_{i}") for i in range(2)]
-        self.seen = [*getattr(self, "seen", []), [None if c is None else float(c) for c in counts]]
-
 
 def fitted(layout, limit):
-    module = FitAndValidate()
     trainer = trainer_of(hybrid(layout[0], microbatches=2), max_epochs=2, num_sanity_val_steps=1, **limit)
-    trainer.fit(module, DataLoader(samples(8), 2))
+    trainer.fit(FitAndValidate(), DataLoader(samples(8), 2))
     return {name: float(v) for name, v in trainer.callback_metrics.items() if name.startswith(("count", "own"))}
 
 

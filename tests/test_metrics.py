@@ -24,6 +24,8 @@ class Logging(Small):
         self.log("smallest", out.min(), reduce_fx=torch.min, on_epoch=True)
         self.log("count", len(x), reduce_fx=torch.sum, on_epoch=True)
         self.log("constant", 0.5, on_epoch=True, sync_dist=True)
+        weight = 1 + 3 * (x[:, :1] > 0)
+        self.log("weighted", (weight * errors).sum() / weight.sum(), batch_size=weight.sum().item(), on_epoch=True)
         self.log("not_for_loggers", y.mean(), logger=False, prog_bar=True)
         self.log_dict({"abs": (out - y).abs().mean(), "out": out.mean()}, on_step=True, on_epoch=True)
         self.log("first_and_last", x.mean(), on_epoch=True)
@@ -173,6 +175,26 @@ def test_logged_value_of_another_stage_is_refused_on_every_rank():
     check_refused(
         {LogsAbsentValue: "self.log.'early', .* reads a value of blocks.0, which lives on an earlier pipeline"}
     )
+
+
+class Stops(Small):
+    """Asks Lightning to stop, behind the last block."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        if self.trainer.global_step == 1:
+            self.trainer.should_stop = True
+        return loss
+
+
+def stopped(layout):
+    strategy = hybrid(layout[0], layout[2]) if layout else "auto"
+    return fit(Stops(), loader(40, 4, layout[1] if layout else 1), strategy, min_epochs=0, max_epochs=3).global_step
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
+def test_stop_that_a_step_asks_for_is_everybodys(layout):
+    assert run_trainers(layout[0] * layout[1], stopped, layout, timeout=30) == [stopped(None)] * layout[0] * layout[1]
 
 
 class ReturnsMore(Small):

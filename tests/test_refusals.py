@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from tests.launch import run_trainers
@@ -109,6 +109,26 @@ class CheckpointedWithoutReentry(Checkpointed):
     reentrant = False
 
 
+class CheckpointOverTheCut(Small):
+    """Checkpoints pairs of blocks."""
+
+    def forward(self, x):
+        return self.outlet(checkpoint_sequential(self.blocks, 3, self.inlet(x), use_reentrant=False))
+
+
+class PenaltyOnAllParameters(Small):
+    def loss(self, batch):
+        return super().loss(batch) + 0.1 * sum(parameter.square().sum() for parameter in self.parameters())
+
+
+class PenaltyOnTheInlet(Small):
+    """Also asks for the type of the first parameter, as many models do."""
+
+    def loss(self, batch):
+        x, y = (tensor.to(next(self.parameters()).dtype) for tensor in batch)
+        return super().loss((x, y)) + 0.1 * self.inlet.weight.square().sum()
+
+
 MESSAGES = {
     SkipOverTheCut: "blocks.5 reads a value of blocks.1, .* a skip connection crosses the cut. Choose a partition",
     SkipToTheHead: "reads a value of blocks.0, which lives on an earlier pipeline stage",
@@ -118,6 +138,8 @@ MESSAGES = {
     BlockLeftOut: "blocks.5 was called when blocks.4 was expected",
     LastBlockLeftOut: "The step ended without calling blocks.5. .*each block must be called once",
     OtherOrder: "blocks.3 was called when blocks.2 was expected: .* pipeline_layers",
+    PenaltyOnAllParameters: "reads a value of blocks.0.linear.weight, .*blocks.2.linear.bias, which live on an earlier",
+    CheckpointOverTheCut: "An activation checkpoint holds blocks.2 and blocks.3, which are on two pipeline stages",
     Checkpointed: "blocks.0 runs under reentrant activation checkpointing, .* use_reentrant=False",
 }
 
@@ -146,6 +168,11 @@ def test_skip_from_before_the_blocks_trains_exactly():
 
 def test_checkpointing_without_reentry_trains_exactly():
     check_exact(CheckpointedWithoutReentry, partition=[3, 3])
+    check_exact(CheckpointOverTheCut, partition=[2, 4])
+
+
+def test_penalty_on_parameters_outside_the_blocks_trains_exactly():
+    check_exact(PenaltyOnTheInlet, partition=[3, 3])
 
 
 def test_skip_that_begins_after_the_first_step_is_not_trained_silently():

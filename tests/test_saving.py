@@ -59,37 +59,46 @@ class Everything(Small):
         return torch.optim.AdamW(groups, self.rate)
 
 
-def saved(layout, folder, groups=1):
-    """Trains, saves, and returns what this rank sees of it."""
+def saved(layout, folder):
+    """Trains with one group of parameters and with two, saves, and returns what this rank sees of it."""
     pipeline, data, chunks = layout or (1, 1, 1)
-    strategy = hybrid(pipeline, chunks, microbatches=1) if layout else "auto"
-    trainer = fit(Everything(groups=groups), loader(20, 4, data), strategy)
-    trainer.save_checkpoint(folder / "all.ckpt")
-    trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
-    return weights(trainer)
+    states = []
+    for groups in (1, 2):
+        strategy = hybrid(pipeline, chunks, microbatches=1) if layout else "auto"
+        trainer = fit(Everything(groups=groups), loader(20, 4, data), strategy)
+        trainer.save_checkpoint(folder / f"all-{groups}.ckpt")
+        trainer.save_checkpoint(folder / f"weights-{groups}.ckpt", weights_only=True)
+        states.append(weights(trainer))
+    return states
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one group", "two groups"])
-def reference(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reference")
-    saved(None, folder, request.param)
-    return request.param, torch.load(folder / "all.ckpt", weights_only=True)
+    saved(None, folder)
+    return folder
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_file_is_what_one_process_writes(layout, reference, tmp_path):
-    groups, expected = reference
-    states = run_trainers(layout[0] * layout[1], saved, layout, tmp_path, groups)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.ckpt", "weights.ckpt"]
-    found = torch.load(tmp_path / "all.ckpt", weights_only=True)
+@pytest.fixture(scope="module", params=LAYOUTS, ids=str)
+def written(request, tmp_path_factory):
+    """A folder that many processes have written to, and what each has seen."""
+    folder, (pipeline, data, _) = tmp_path_factory.mktemp("written"), request.param
+    return folder, run_trainers(pipeline * data, saved, request.param, folder)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_file_is_what_one_process_writes(written, reference, groups):
+    folder, states = written
+    assert {path.name for path in folder.iterdir()} == {path.name for path in reference.iterdir()}
+    found, expected = (torch.load(f / f"all-{groups}.ckpt", weights_only=True) for f in (folder, reference))
     assert list(found["state_dict"]) == list(expected["state_dict"])
     torch.testing.assert_close(found["state_dict"], expected["state_dict"])
-    assert all(torch.equal(states[0][name], value) for name, value in found["state_dict"].items())
+    assert all(torch.equal(states[0][groups - 1][name], value) for name, value in found["state_dict"].items())
     assert all(type(value) is torch.Tensor for value in found["state_dict"].values())
     for key in ("epoch", "global_step", "hyper_parameters", "hparams_name", "lr_schedulers"):
         assert found[key] == expected[key], key
     assert set(found) >= set(expected)
-    bare = torch.load(tmp_path / "weights.ckpt", weights_only=True)
+    bare = torch.load(folder / f"weights-{groups}.ckpt", weights_only=True)
     assert "optimizer_states" not in bare
     torch.testing.assert_close(bare["state_dict"], expected["state_dict"])
     assert_same_optimizer(found["optimizer_states"], expected["optimizer_states"])
@@ -104,18 +113,18 @@ def assert_same_optimizer(found, expected):
     torch.testing.assert_close(found["state"], expected["state"])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_one_process_loads_it_and_trains_on(layout, tmp_path):
+@pytest.mark.parametrize("groups", [1, 2])
+def test_one_process_loads_it_and_trains_on(written, groups):
     """As if it had trained from the start, with the module's names and the optimizer's state."""
-    run_trainers(layout[0] * layout[1], saved, layout, tmp_path)
-    found = torch.load(tmp_path / "all.ckpt", weights_only=True)
-    module = Everything.load_from_checkpoint(tmp_path / "all.ckpt", strict=True)
+    file = written[0] / f"all-{groups}.ckpt"
+    found = torch.load(file, weights_only=True)
+    module = Everything.load_from_checkpoint(file, strict=True)
     assert module.outlet.weight is module.inlet.weight
     assert all(torch.equal(module.state_dict()[name], value) for name, value in found["state_dict"].items())
     module.configure_optimizers().load_state_dict(found["optimizer_states"][0])
-    resumed, whole = Everything(), Everything()
+    resumed, whole = Everything(groups=groups), Everything(groups=groups)
     trainer = trainer_of(max_epochs=2)
-    trainer.fit(resumed, loader(20, 4), ckpt_path=tmp_path / "all.ckpt")
+    trainer.fit(resumed, loader(20, 4), ckpt_path=file)
     fit(whole, loader(20, 4), max_epochs=2)
     assert trainer.global_step == 10
     torch.testing.assert_close(resumed.state_dict(), whole.state_dict())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
@@ -92,6 +93,21 @@ class StageCut:
             if alias not in self.stand_ins:
                 self._hollow(alias)
         return parameter
+
+    @contextmanager
+    def listed(self) -> Iterator[None]:
+        """Context in which stand-ins are among the parameters: a step that goes over all of them meets them."""
+        split = {name: name.rpartition(".") for name in self.stand_ins}
+        places = {name: (self.root.get_submodule(parent), leaf) for name, (parent, _, leaf) in split.items()}
+        for name, (module, leaf) in places.items():
+            del module.__dict__[leaf]
+            module.register_parameter(leaf, nn.Parameter(self.stand_ins[name], requires_grad=False))
+        try:
+            yield
+        finally:
+            for name, (module, leaf) in places.items():
+                delattr(module, leaf)
+                module.__dict__[leaf] = self.stand_ins[name]
 
     def names_of(self, name: str) -> list[str]:
         """All names of a parameter."""

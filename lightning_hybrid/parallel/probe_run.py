@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import CodeType
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from lightning_hybrid.compat import is_view, version
 from lightning_hybrid.functional.trees import flatten, leaves_of
@@ -21,7 +21,7 @@ from lightning_hybrid.parallel.plan import Call, Needs, Output, Plan, TensorSpec
 from lightning_hybrid.parallel.provenance import LIVE, AbsentValueError, Provenance, tensors_of
 from lightning_hybrid.parallel.run import Result, StageRun, fill_in_place
 
-CHECKPOINT = inspect.getfile(CheckpointFunction)
+CHECKPOINTS = {CheckpointFunction.forward.__code__, inspect.unwrap(checkpoint).__code__}
 RECORDING_FLAGS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
@@ -51,16 +51,18 @@ class ProbeRun(StageRun):
         self._buffers: dict[int, str] = {}
         self._calls_made: dict[int, Call] = {}
         self._absent: dict[str, int] = {}
+        self._checkpoints: dict[FrameType, tuple[str, int]] = {}
 
     def run(self, step: Callable[[], Any]) -> Result:
         """Run and complete the plan."""
         self._tag_parameters()
         hooks = self._watch_recording_flags()
         try:
-            with self.provenance, auxiliary_listener(self._note_auxiliary_loss):
+            with self.cut.listed(), self.provenance, auxiliary_listener(self._note_auxiliary_loss):
                 result = super().run(step)
                 self.observe(result.output, "The value that the step returns")
         finally:
+            self._checkpoints.clear()
             for hook in hooks:
                 hook.remove()
         self._need |= self.provenance.read
@@ -69,6 +71,12 @@ class ProbeRun(StageRun):
         self.needs.modules = {call[0] for bit, call in self._calls_made.items() if self._need & bit}
         self.read_buffers = {name for bit, name in self._buffers.items() if self._need & bit}
         return result
+
+    def call(self, gate: Gate, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As in any run, unless an activation checkpoint holds blocks of two stages."""
+        if gate.position is not None and self.training:
+            self._refuse_wide_checkpoint(gate.name, self.cut.stage_of_block(gate.position))
+        return super().call(gate, proceed, args, kwargs)
 
     def absent(self, gate: Gate, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer with tensors that are marked as unknown."""
@@ -144,7 +152,7 @@ class ProbeRun(StageRun):
                 f"{self.cut.blocks[self.blocks.start]} is called with other arguments on stage {self.stage} than on "
                 f"stage {self.stage - 1}. What a step does before a block may not depend on values of earlier blocks."
             )
-        self.plan.checkpointed = self.training and any(code.co_filename == CHECKPOINT for code in _call_stack())
+        self.plan.checkpointed = self.training and bool(_checkpoints())
         entered = super()._enter(args, kwargs)
         if self.plan.checkpointed and self.plan.replaced:
             raise RuntimeError(
@@ -208,8 +216,18 @@ class ProbeRun(StageRun):
             self._absent[name] = self.provenance.sources.add(name, absent=True)
         return self._absent[name]
 
+    def _refuse_wide_checkpoint(self, block: str, stage: int) -> None:
+        for frame in _checkpoints():
+            first, first_stage = self._checkpoints.setdefault(frame, (block, stage))
+            if first_stage != stage:
+                raise RuntimeError(
+                    f"An activation checkpoint holds {first} and {block}, which are on two pipeline stages. Checkpoint "
+                    "each block on its own, or choose a partition that keeps the two together."
+                )
+
     def _refuse_reentrant(self, gate: Gate) -> None:
-        if self.training and CheckpointFunction.forward.__code__ in _call_stack():
+        codes = [frame.f_code for frame in _checkpoints()] if self.training else []
+        if CheckpointFunction.forward.__code__ in codes:
             raise RuntimeError(
                 f"{gate.name} runs under reentrant activation checkpointing, which hides its inputs from the pipeline. "
                 "Pass use_reentrant=False to torch.utils.checkpoint.checkpoint (transformers: "
@@ -246,9 +264,11 @@ def _random_state(device: torch.device) -> list[Tensor]:
     return states
 
 
-def _call_stack() -> list[CodeType]:
-    frame, codes = inspect.currentframe(), []
+def _checkpoints() -> list[FrameType]:
+    """The calls under way that are torch's activation checkpointing."""
+    frame, frames = inspect.currentframe(), []
     while frame is not None:
-        codes.append(frame.f_code)
+        if frame.f_code in CHECKPOINTS:
+            frames.append(frame)
         frame = frame.f_back
-    return codes
+    return frames

@@ -158,7 +158,7 @@ class Exchange:
         self._keys: list[Key] = []
 
     def combine(
-        self, entries: Mapping[Key, Entry], sums: list[float | Tensor], *, prefer: Sequence[int] = ()
+        self, entries: Mapping[Key, Entry], sums: Sequence[float], *, prefer: Sequence[int] = ()
     ) -> tuple[dict[Key, tuple[Tensor, float]], list[float]]:
         """Values of all keys that any rank recorded, each with its total weight, and the sums of `sums` over the ranks.
 
@@ -183,7 +183,7 @@ class Exchange:
                 combined[key] = _over_ranks(key.reduction, values, weights)
         return combined, totals
 
-    def _gather(self, local: dict[Key, tuple[Tensor, float]], sums: list[float | Tensor]) -> Tensor:
+    def _gather(self, local: dict[Key, tuple[Tensor, float]], sums: Sequence[float]) -> Tensor:
         unknown = float(any(key not in self._keys for key in local))
         row: list[float | Tensor] = [unknown, *sums]
         for key in self._keys:

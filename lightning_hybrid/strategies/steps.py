@@ -96,11 +96,14 @@ class StepRunner:
             weight=(lambda _: None) if weighted else share,
             reduce=last,
         )
-        combined, sums = self._exchange("training_step").combine(recorder.entries, [counts.weighted, counts.plain])
+        stop = float(self.module.trainer.should_stop)  # the step may ask for it, behind the last block
+        sums = [counts.weighted, counts.plain, stop]
+        combined, totals = self._exchange("training_step").combine(recorder.entries, sums)
         weight = next(
             (weight for key, (_, weight) in combined.items() if key.kind == "output" and key.name == LOSS), 0.0
         )
-        num_weighted, num_plain = sums
+        num_weighted, num_plain, num_stops = totals
+        self.module.trainer.should_stop = num_stops > 0
         self._finish_weights(num_weighted, num_plain, weight, first=first, last=last)
         values: dict[str, Any] = outputs(combined)
         if last and self._rechecks < MAX_RECHECKS and LOSS in values and bool(values[LOSS].isnan()):
@@ -130,7 +133,9 @@ class StepRunner:
             step = self._step(hook, parts, sizes, args, context, recorder, name)
             plans = self.engine.prepare(step, training=False)
             self.engine.evaluate(step, plans, lambda i, output: self._record_outputs(recorder, output, sizes[i]))
-        combined, _ = self._exchange(hook).combine(recorder.entries, [])
+        stop = float(self.module.trainer.should_stop)
+        combined, (num_stops,) = self._exchange(hook).combine(recorder.entries, [stop])
+        self.module.trainer.should_stop = num_stops > 0
         self._replay(combined, on_step=False)
         values = {**outputs(combined), **((self._whole or {}) if counts else {})}
         return values.pop("") if "" in values else values or None
