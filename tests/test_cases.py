@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tests.launch import run_trainers
-from tests.small import LAYOUTS, WIDTH, Small, Watch, assert_same, fit, hybrid, loader, samples, weights
+from tests.small import LAYOUTS, WIDTH, Small, Watch, assert_same, check_exact, fit, hybrid, loader, samples, weights
 
 
 class Tied(Small):
@@ -232,3 +232,31 @@ def test_every_microbatch_has_its_own_loss(options):
     for found, _ in outcomes:
         assert_same(found, seen)
     torch.testing.assert_close(outcomes[0][1], dict(expected))
+
+
+class ClipsItself(Small):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+
+
+class ClipsByHand(Small):
+    def on_before_optimizer_step(self, optimizer):
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_module_that_overrides_clipping_clips_by_the_whole_models_norm(layout):
+    """Case 34."""
+    pipeline, data, chunks = layout
+    check_exact(ClipsItself, pipeline * data, pipeline=pipeline, chunks=chunks)
+
+
+def clipped_by_hand(options, data):
+    with pytest.warns(UserWarning, match="on_before_optimizer_step takes a norm.*rank alone"):
+        fit(ClipsByHand(), loader(8, 4, data), hybrid(**options))
+
+
+@pytest.mark.parametrize(("options", "data"), [({}, 1), ({"pipeline": 1}, 2)], ids=str)
+def test_a_norm_taken_by_hand_is_warned_of(options, data):
+    """Case 34."""
+    run_trainers(2, clipped_by_hand, options, data)

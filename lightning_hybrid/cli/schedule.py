@@ -74,7 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--micro-batches", type=int, default=8, metavar="M", help="micro-batches a step (default: %(default)s)")
     add("--chunks", type=int, default=1, metavar="V", help="chunks a rank (default: %(default)s)")
     names = ("auto", "gpipe", "1f1b", "interleaved_1f1b", *_NAMES)
-    add("--schedule", choices=names, default="auto", help="order of the actions (default: %(default)s)")
+    short = "interleaved is short for interleaved_1f1b"
+    add("--schedule", choices=names, default="auto", help=f"order of the actions; {short} (default: %(default)s)")
     per_rank = "of all layers of a rank, whatever the number of chunks (default: %(default)s)"
     add("--forward-time", type=float, default=1.0, metavar="T", help=f"forward time of a micro-batch {per_rank}")
     add("--backward-time", type=float, default=2.0, metavar="T", help=f"backward time of a micro-batch {per_rank}")

@@ -8,6 +8,7 @@ from torch import nn
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
 DOMINANT = 0.8  # an element with more than this share of a list's parameters hides the real list inside it
+LISTED = 8  # lists that an error names, the longest first
 SIBLING = 0.1  # a second list counts when it has at least this share of the largest one's parameters
 
 
@@ -82,7 +83,11 @@ def _check_list(root: nn.Module, name: str) -> None:
         module = root.get_submodule(name)
     except AttributeError as error:
         known = [n for n, m in root.named_modules() if isinstance(m, CONTAINERS)]
-        raise ValueError(f"pipeline_layers={name!r} does not exist in the model. Its lists are {known}.") from error
+        known.sort(key=lambda other: -len(root.get_submodule(other)))  # type: ignore[arg-type]
+        more = f" and {len(known) - LISTED} shorter ones" if len(known) > LISTED else ""
+        raise ValueError(
+            f"pipeline_layers={name!r} does not exist in the model. Its lists are {known[:LISTED]}{more}."
+        ) from error
     if not isinstance(module, CONTAINERS):
         raise ValueError(
             f"pipeline_layers={name!r} is a {type(module).__name__}; it must name an nn.ModuleList or nn.Sequential."

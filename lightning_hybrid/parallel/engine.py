@@ -86,6 +86,11 @@ class Engine:
         """Whether this rank owns the last stage."""
         return self.mesh.pipeline_rank == self.mesh.layout.pipeline - 1
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether this rank has only some of the parameters, or shards of them."""
+        return self.cut is not None or isinstance(self.data, Sharded)
+
     def prepare(self, step: Step, *, training: bool) -> list[dict[int, Plan]]:
         """Plans of each micro-batch; structures and shapes not met before are probed."""
         if self.cut is None:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.parallel.blocks import block_names, find_block_lists
 from lightning_hybrid.parallel.cut import StageCut
-from lightning_hybrid.parallel.data_parallel import Sharded, broadcast_value
+from lightning_hybrid.parallel.data_parallel import broadcast_value
 from lightning_hybrid.parallel.engine import Engine
 from lightning_hybrid.parallel.gates import GATE
 from lightning_hybrid.parallel.mesh import Layout, Mesh
@@ -80,7 +80,7 @@ class Assembly:
         Raises:
             RuntimeError: If the module has been cut or sharded.
         """
-        if self.engine.cut is not None or isinstance(self.engine.data, Sharded):
+        if self.engine.is_partial:
             raise RuntimeError(
                 "Loading a checkpoint into a module that is already cut or sharded is not supported yet (test or "
                 "validate with ckpt_path after fit). Pass the model itself to use its present weights, or "

@@ -124,16 +124,11 @@ def check_trainer(trainer: Trainer) -> None:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that call the closure several times, and several optimizers.
+    """Refuse optimizers that call the closure several times.
 
     Raises:
         ValueError: Naming the optimizer.
     """
-    if len(optimizers) > 1:
-        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-        raise ValueError(
-            f"configure_optimizers returned {len(optimizers)} optimizers ({names}); one with several groups works."
-        )
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise ValueError(

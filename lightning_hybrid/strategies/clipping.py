@@ -1,22 +1,60 @@
-"""Gradient clipping over the whole model instead of this rank's part."""
+"""Gradient norms and clipping over the whole model instead of this rank's part."""
 
 from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from lightning_hybrid.parallel.engine import Engine
 from lightning_hybrid.parallel.gradients import gradient_norm, local, scale_gradients
 
 EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+NORMS = frozenset({"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "_foreach_norm"})
+
+
+class NormWatch(TorchFunctionMode):
+    """Context that warns, once, where a hook takes a norm: of gradients it would cover this rank's parameters only.
+
+    Attributes:
+        hook: Name of the hook that runs.
+        paused: Our own norms, which cover the whole model, are being taken.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hook, self.paused, self._has_warned = "", False, False
+
+    @override
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if getattr(func, "__name__", "") in NORMS and not self.paused and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{self.hook} takes a norm. If it is one of gradients, it covers the parameters of this rank alone, "
+                "and differs from the whole model's: clip with gradient_clip_val or self.clip_gradients, which count "
+                "every parameter once.",
+                stacklevel=2,
+            )
+        return func(*args, **(kwargs or {}))
 
 
 class Clipping:
     """Takes the place of a precision plugin's clipping, which sees only what an optimizer on this rank holds."""
 
-    def __init__(self, engine: Engine, precision: Precision) -> None:
-        self._engine, self._precision = engine, precision
+    def __init__(self, engine: Engine, precision: Precision, watch: NormWatch | None = None) -> None:
+        self._engine, self._precision, self._watch = engine, precision, watch or NormWatch()
         vars(precision).update(clip_grad_by_norm=self.by_norm, clip_grad_by_value=self.by_value)
 
     def remove(self) -> None:
@@ -44,4 +82,8 @@ class Clipping:
         """2-norm of the gradients of all parameters that the optimizer has on any rank: a float64 scalar."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         counted = [p for p in self._engine.counted_parameters() if id(p) in held]
-        return gradient_norm(counted, device=self._engine.mesh.device)
+        self._watch.paused = True
+        try:
+            return gradient_norm(counted, device=self._engine.mesh.device)
+        finally:
+            self._watch.paused = False

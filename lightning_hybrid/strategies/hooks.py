@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import pickle
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_hybrid.functional.trees import map_leaves
 from lightning_hybrid.parallel.engine import Engine
 from lightning_hybrid.parallel.frozen import CONTAINERS, SIMPLE, Frozen
 from lightning_hybrid.parallel.snapshot import plain_attributes
+from lightning_hybrid.strategies.clipping import NormWatch
 from lightning_hybrid.strategies.records import Exchange, Recorder, replay
 
 STAGES = ("train", "validation", "test")
@@ -32,6 +34,7 @@ LOGGING = (
 )
 RARE = frozenset(f"on_{s}_{m}" for s in STAGES for m in ("start", "epoch_start", "epoch_end", "end"))
 LIGHTNINGS = frozenset(vars(LightningModule()))  # attributes that every module has
+WITH_GRADIENTS = frozenset({"on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"})
 GATHERING = tuple(f"on_{s}_{m}" for s in STAGES for m in ("epoch_end", "end"))
 
 
@@ -41,6 +44,9 @@ class SharedHooks:
     Args:
         module: The user's module.
         engine: Its engine.
+
+    Attributes:
+        norm_watch: Warns where hooks take norms of gradients.
     """
 
     def __init__(self, module: LightningModule, engine: Engine) -> None:
@@ -48,6 +54,7 @@ class SharedHooks:
         mesh = engine.mesh
         self._last = [mesh.layout.rank(mesh.layout.pipeline - 1, d) for d in range(mesh.layout.data)]
         self._exchanges: dict[str, Exchange] = {}
+        self.norm_watch = NormWatch()
         self._baseline = self._copies()
         self._wrapped: list[str] = []
 
@@ -77,7 +84,7 @@ class SharedHooks:
                 return hook(*args, **kwargs)
             recorder = Recorder(self._module, None, self._engine.mesh.device)
             # between the start and the end of a batch, what is logged counts by the batch's samples
-            with recorder.recording(1 if name in RARE else self._engine.num_samples):
+            with recorder.recording(1 if name in RARE else self._engine.num_samples), self._watching(name):
                 result = hook(*args, **kwargs)
             combined, _ = exchange.combine(recorder.entries, [], prefer=self._last)
             replay(self._module, combined)
@@ -86,6 +93,12 @@ class SharedHooks:
             return result
 
         return wrapped
+
+    def _watching(self, name: str) -> AbstractContextManager[Any]:
+        if name not in WITH_GRADIENTS or not self._engine.is_partial:
+            return nullcontext()
+        self.norm_watch.hook = name
+        return self.norm_watch
 
     def _copies(self) -> dict[str, Frozen]:
         return {name: Frozen(value) for name, value in self._shareable().items()}

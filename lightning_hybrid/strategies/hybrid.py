@@ -128,13 +128,16 @@ class HybridPTDPStrategy(ProcessStrategy):
             self.setup_optimizers(trainer)
             self._assembly.groups = ParameterGroups(self.optimizers, module)
         self.setup_precision_plugin()
-        # every logged value is combined over all ranks before Lightning sees it
+        # every logged value is combined over all ranks before Lightning sees it, and no sample is seen twice
         warnings.filterwarnings("ignore", message="It is recommended to use `self.log\\(.*sync_dist=True")
+        warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders")
         if self.world_size > 1:
             self._assembly.hooks.install()
             compute_metrics_together(trainer)
         if not self._assembly.is_plain:
-            self._clipping = Clipping(self._assembly.engine, self.precision_plugin)
+            self._clipping = Clipping(
+                self._assembly.engine, self.precision_plugin, self._assembly.hooks.norm_watch
+            )
 
     def _assemble(self, trainer: Trainer, module: LightningModule, ground: Ground, fitting: bool) -> Assembly:
         groups = None

@@ -1,3 +1,4 @@
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_hybrid.parallel.gradients import local
-from lightning_hybrid.strategies.clipping import Clipping
+from lightning_hybrid.strategies.clipping import Clipping, NormWatch
 from tests.launch import run_ranks
 
 CPU = torch.device("cpu")
@@ -100,3 +101,42 @@ def test_the_precision_plugin_gets_its_own_clipping_back():
     clipping.remove()
     clipping.remove()
     assert (precision.clip_grad_by_norm, precision.clip_grad_by_value) == own
+
+
+TAKEN = {
+    "norm": lambda g: g.norm(2),
+    "vector_norm": lambda g: torch.linalg.vector_norm(g),
+    "get_total_norm": lambda g: torch.nn.utils.get_total_norm([g]),
+    "linalg.norm": lambda g: torch.linalg.norm(g),
+}
+
+
+def watched():
+    """For each way to take a norm by hand inside a hook: what it gives, and how many warnings, in two goes."""
+    results = {}
+    for name, take in TAKEN.items():
+        watch, own = NormWatch(), parameter(3.0, 4.0)
+        engine = SimpleNamespace(counted_parameters=lambda own=own: [own], mesh=SimpleNamespace(device=CPU))
+        clipping = Clipping(engine, Precision(), watch)
+        watch.hook = "on_before_optimizer_step"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with watch:
+                clipping.by_norm(torch.optim.SGD([own], 0.1), 2.5)
+                own.grad.mul_(1.0)
+            silent = len(caught)
+            with watch:
+                found = take(own.grad).item()
+            with watch:
+                take(own.grad)
+        results[name] = silent, found, [str(warning.message) for warning in caught]
+    return results
+
+
+def test_a_norm_that_a_hook_takes_by_hand_is_warned_of_once_and_ours_is_not():
+    (results,) = run_ranks(1, watched)
+    assert list(results) == list(TAKEN)
+    for silent, found, (message,) in results.values():
+        assert silent == 0
+        assert found == pytest.approx(2.5, rel=1e-6)
+        assert message.startswith("on_before_optimizer_step takes a norm.")

@@ -59,7 +59,7 @@ class Recording(Module):
 def hooks_of(module, layout):
     mesh = Mesh(layout, device=CPU)
     is_last = mesh.pipeline_rank == layout.pipeline - 1
-    hooks = SharedHooks(module, SimpleNamespace(mesh=mesh, is_last=is_last, num_samples=1))
+    hooks = SharedHooks(module, SimpleNamespace(mesh=mesh, is_last=is_last, is_partial=False, num_samples=1))
     hooks.install()
     return mesh
 
@@ -148,7 +148,7 @@ def wrapped_names():
     module = Logging()
     own = module.on_train_end
     mesh = Mesh(Layout(1, 1), device=CPU)
-    hooks = SharedHooks(module, SimpleNamespace(mesh=mesh, is_last=True, num_samples=1))
+    hooks = SharedHooks(module, SimpleNamespace(mesh=mesh, is_last=True, is_partial=False, num_samples=1))
     hooks.install()
     names = {name for name in vars(module) if name.startswith("on_")}
     hooks.install()  # a second time changes nothing
