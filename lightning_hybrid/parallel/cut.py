@@ -58,6 +58,8 @@ class StageCut:
             if first.setdefault(id(parameter), name) != name:
                 self.aliases[name] = first[id(parameter)]
         self.names = [name for name, _ in root.named_parameters()]
+        self._order = [name for name, _ in root.named_parameters(remove_duplicate=False)]
+        self._trainable = {name: parameter.requires_grad for name, parameter in root.named_parameters()}
         self.parameters: dict[str, nn.Parameter] = dict(root.named_parameters())
         self.block_stages: dict[str, set[int]] = {}
         self.stand_ins: dict[str, Tensor] = {}
@@ -108,6 +110,35 @@ class StageCut:
             for name, (module, leaf) in places.items():
                 delattr(module, leaf)
                 module.__dict__[leaf] = self.stand_ins[name]
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Context in which the module has all of its parameters, for optimizers to be made; absent ones are empty."""
+        everything = dict(self.parameters)
+        for name, stand_in in self.stand_ins.items():
+            first = self.aliases.get(name, name)
+            everything.setdefault(first, nn.Parameter(stand_in, requires_grad=self._trainable[first]))
+        owners: dict[str, list[str]] = {}
+        for name in self._order:
+            owners.setdefault(name.rpartition(".")[0], []).append(name)
+        hollowed = {parent for parent, names in owners.items() if not self.stand_ins.keys().isdisjoint(names)}
+        for parent in hollowed:
+            module = self.root.get_submodule(parent)
+            present = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+            for name in owners[parent]:  # all anew, so that they stand in the model's order
+                leaf = name.rpartition(".")[2]
+                parameter = present.get(leaf)
+                delattr(module, leaf)
+                module.register_parameter(
+                    leaf, everything[self.aliases.get(name, name)] if parameter is None else parameter
+                )
+        try:
+            yield
+        finally:
+            for name, stand_in in self.stand_ins.items():
+                parent, _, leaf = name.rpartition(".")
+                delattr(self.root.get_submodule(parent), leaf)
+                vars(self.root.get_submodule(parent))[leaf] = stand_in
 
     def names_of(self, name: str) -> list[str]:
         """All names of a parameter."""

@@ -55,6 +55,7 @@ class Engine:
 
     Attributes:
         num_samples: Samples of this replica's last batch.
+        seed: Base of all random numbers drawn in steps.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Engine:
         self.executor = Executor(mesh, self.num_stages)
         self.data: DataParallel = Replicated(mesh)
         self.ownership: Ownership | None = None
-        self._zero_stage, self._seed = zero_stage, seed
+        self._zero_stage, self.seed = zero_stage, seed
         self._plans: dict[Hashable, dict[int, Plan]] = {}
         self._runs: dict[tuple[int, int], StageRun] = {}
         self._needs: dict[int, Needs] = {}
@@ -243,7 +244,7 @@ class Engine:
         return Streams(self.mesh.device) if several else nullcontext()
 
     def _start_streams(self, step: Step, micro_batch: int) -> None:
-        Streams(self.mesh.device).seed(self._seed, *step.name, micro_batch, self.mesh.data_rank)
+        Streams(self.mesh.device).seed(self.seed, *step.name, micro_batch, self.mesh.data_rank)
 
     def _lower(self, schedule: list[list[Action]]) -> list[list[Action]]:
         return lower(schedule, self.num_stages)

@@ -83,7 +83,8 @@ class ProbeRun(StageRun):
         if call not in self.plan.outputs:
             raise AbsentValueError(
                 f"{call[0]} is called on a path that no earlier run took, and its parameters have been released on "
-                f"stage {self.stage}. Take the path in the first training step or in the validation before it."
+                f"stage {self.stage}. Call the model once in a step, and take every path in the first training step or "
+                "in the validation before it."
             )
         self._refuse_reentrant(gate)
         value = super().absent(gate, call, args, kwargs)

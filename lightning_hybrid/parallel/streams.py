@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Mapping
 from types import TracebackType
+from typing import Any
 
 import numpy
 import torch
@@ -43,3 +45,28 @@ class Streams:
         seed_random_streams(seed, self._device)
         random.seed(seed)
         numpy.random.seed(seed % 2**32)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """State of this process's random streams: torch's, the device's, Python's and NumPy's, as tensors and numbers."""
+    kind, keys, position, has_gauss, cached = numpy.random.get_state()
+    version, numbers, gauss = random.getstate()
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": (version, list(numbers), gauss),
+        "numpy": (str(kind), torch.tensor(list(map(int, keys))), int(position), int(has_gauss), float(cached)),
+    }
+    if device.type != "cpu":
+        state["device"] = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Go on from what `random_state` returned; a device that had no stream then keeps its own."""
+    torch.set_rng_state(state["torch"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, *rest = state["numpy"]
+    numpy.random.set_state((kind, numpy.array(keys.tolist(), dtype=numpy.uint32), *rest))
+    if device.type != "cpu" and "device" in state:
+        torch.get_device_module(device).set_rng_state(state["device"], device)

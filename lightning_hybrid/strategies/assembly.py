@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -12,9 +14,10 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import Precision
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
@@ -23,13 +26,16 @@ from lightning_hybrid.parallel.cut import StageCut
 from lightning_hybrid.parallel.data_parallel import broadcast_value
 from lightning_hybrid.parallel.engine import Engine
 from lightning_hybrid.parallel.gates import GATE
+from lightning_hybrid.parallel.loading import load_model_state, load_optimizer_state
 from lightning_hybrid.parallel.mesh import Layout, Mesh
 from lightning_hybrid.parallel.saving import gather_model_state, gather_optimizer_state, state_keys
 from lightning_hybrid.parallel.streams import derived_seed
+from lightning_hybrid.strategies.clipping import Clipping
 from lightning_hybrid.strategies.hooks import SharedHooks
 from lightning_hybrid.strategies.layouts import choose_layout, stage_sizes
-from lightning_hybrid.strategies.metric_objects import MetricObjects
+from lightning_hybrid.strategies.metric_objects import MetricObjects, compute_metrics_together
 from lightning_hybrid.strategies.optimizers import ParameterGroups
+from lightning_hybrid.strategies.resuming import add_state, optimizer_names
 from lightning_hybrid.strategies.steps import StepRunner
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -55,7 +61,8 @@ class Assembly:
     hooks: SharedHooks
     keys: list[str]
     groups: ParameterGroups | None
-    is_plain: bool = False
+    is_plain: bool
+    _clipping: Clipping | None = None
 
     def settle(self) -> None:
         """After the first training probe: keep what this rank needs, shard it, and tell the optimizers."""
@@ -74,31 +81,52 @@ class Assembly:
         index = list(optimizers).index(bare)
         return gather_optimizer_state(self.engine, bare, self.groups.names[index], self.groups.given[index])
 
-    def check_loadable(self) -> None:
-        """Refuse to load a whole model's state into a part.
+    def load_model_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Load this rank's part of a whole model's state."""
+        load_model_state(self.engine, self.keys, state, strict=strict)
 
-        Raises:
-            RuntimeError: If the module has been cut or sharded.
-        """
-        if self.engine.is_partial:
-            raise RuntimeError(
-                "Loading a checkpoint into a module that is already cut or sharded is not supported yet (test or "
-                "validate with ckpt_path after fit). Pass the model itself to use its present weights, or "
-                "load_from_checkpoint into a new module."
-            )
+    def load_optimizer_states(self, optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any]) -> None:
+        """Load this rank's part of the states of all optimizers over the whole model."""
+        assert self.groups is not None
+        saved = checkpoint["optimizer_states"]
+        names = optimizer_names(checkpoint, len(saved))
+        for optimizer, own, state, known in zip(optimizers, self.groups.names, saved, names, strict=True):
+            load_optimizer_state(self.engine, optimizer, own, state, known)
 
-    def check_whole(self) -> None:
-        """Refuse a second `fit` of a cut module: its optimizers would see only what is here.
+    @contextmanager
+    def whole_module(self) -> Iterator[None]:
+        """Context in which the module names all of its parameters, also those that are elsewhere."""
+        with self.engine.cut.whole() if self.engine.cut is not None else nullcontext():
+            yield
 
-        Raises:
-            RuntimeError: If the module has been cut.
-        """
-        if self.engine.cut is not None:
-            raise RuntimeError(
-                "This LightningModule has been cut into pipeline stages by an earlier call, so that "
-                "configure_optimizers cannot see all of it. Fit first, or make a new module and a new Trainer; fit "
-                "takes ckpt_path to go on from a checkpoint."
-            )
+    def add_training_state(self, checkpoint: dict[str, Any], generators: list[Tensor]) -> None:
+        """Complete a checkpoint, so that training can go on from it under any layout."""
+        names = self.groups.names if self.groups is not None else []
+        add_state(checkpoint, self.engine.mesh, seed=self.engine.seed, names=names, generators=generators)
+
+    def use(self, groups: ParameterGroups, *, seed: int | None) -> None:
+        """Take new optimizers, made over the whole module, for what this rank holds of it."""
+        cut = self.engine.cut
+        groups.keep(cut.parameters if cut else dict(self.module.named_parameters()))
+        self.groups = groups
+        self.engine.seed = self.engine.seed if seed is None else seed
+
+    def install(self, trainer: Trainer, precision: Precision) -> None:
+        """Take the place of what sees this rank only: hooks, metrics and clipping."""
+        # every logged value is combined over all ranks before Lightning sees it, and no sample is seen twice
+        warnings.filterwarnings("ignore", message="It is recommended to use `self.log\\(.*sync_dist=True")
+        warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders")
+        if self.engine.mesh.layout.world_size > 1:
+            self.hooks.install()
+            compute_metrics_together(trainer)
+        if not self.is_plain:
+            self._clipping = Clipping(self.engine, precision, self.hooks.norm_watch)
+
+    def remove(self) -> None:
+        """Give everything back."""
+        self.hooks.remove()
+        if self._clipping is not None:
+            self._clipping.remove()
 
 
 @dataclass(frozen=True)
@@ -119,7 +147,12 @@ class Ground:
 
 
 def survey(
-    module: LightningModule, options: dict[str, Any], *, device: torch.device, timeout: timedelta | None
+    module: LightningModule,
+    options: dict[str, Any],
+    device: torch.device,
+    timeout: timedelta | None,
+    *,
+    seed: int | None = None,
 ) -> Ground:
     """Choose the layout and make its groups; every rank must call it with an equal module.
 
@@ -128,6 +161,7 @@ def survey(
         options: The strategy's keywords.
         device: Where this rank computes.
         timeout: Of collectives.
+        seed: Base of all seeds of a run that goes on; None for a new run.
 
     Raises:
         ValueError: If the model does not fit the keywords.
@@ -139,11 +173,17 @@ def survey(
     sizes = stage_sizes(options, module, blocks, layout.pipeline * chunks) if layout.pipeline > 1 else []
     mesh = Mesh(layout, device=device, timeout=timeout)
     _log_layout(layout, chunks, sizes, options)
-    return Ground(mesh, blocks, sizes, _agree_on_seed(mesh))
+    agreed = _agree_on_seed(mesh)
+    return Ground(mesh, blocks, sizes, agreed if seed is None else seed)
 
 
 def assemble(
-    module: LightningModule, options: dict[str, Any], ground: Ground, groups: ParameterGroups | None
+    module: LightningModule,
+    options: dict[str, Any],
+    ground: Ground,
+    groups: ParameterGroups | None,
+    *,
+    is_plain: bool = False,
 ) -> Assembly:
     """Cut the module and build everything that runs it; every rank must call it with an equal module.
 
@@ -152,6 +192,7 @@ def assemble(
         options: The strategy's keywords.
         ground: From `survey`.
         groups: The optimizers' parameters, if there are optimizers.
+        is_plain: One process and one micro-batch.
     """
     mesh = ground.mesh
     _broadcast_whole(module, mesh.device)
@@ -178,7 +219,7 @@ def assemble(
     metrics = MetricObjects(module, mesh, cut.keeper if cut else None)
     num_microbatches = options["num_microbatches"]
     runner = StepRunner(module, engine, metrics, options["schedule"], options["num_chunks"], num_microbatches)
-    return Assembly(module, engine, runner, SharedHooks(module, engine), keys, groups)
+    return Assembly(module, engine, runner, SharedHooks(module, engine), keys, groups, is_plain)
 
 
 def _check_untouched(module: nn.Module) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from inspect import signature
-from typing import Any, NoReturn
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
     LearningRateFinder,
+    ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -23,7 +24,14 @@ SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved_1f1b")
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "64-true")
 
 
-REFUSED_CALLBACKS = (StochasticWeightAveraging, WeightAveraging, BaseFinetuning, LearningRateFinder, BatchSizeFinder)
+REFUSED_CALLBACKS = (
+    StochasticWeightAveraging,
+    WeightAveraging,
+    BaseFinetuning,
+    LearningRateFinder,
+    BatchSizeFinder,
+    ModelPruning,
+)
 
 
 def check_keywords(options: dict[str, Any]) -> None:
@@ -135,25 +143,3 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
                 "LBFGS evaluates the loss several times a step, which a pipeline's step cannot do. Choose another "
                 "optimizer."
             )
-
-
-def check_resumable(world_size: int) -> None:
-    """Refuse to go on with optimizer states over several processes.
-
-    Raises:
-        RuntimeError: If there is more than one process.
-    """
-    if world_size > 1:
-        raise RuntimeError(
-            f"ckpt_path with optimizer states is not supported on {world_size} processes yet. Load the weights alone, "
-            "with load_from_checkpoint, or resume in one process."
-        )
-
-
-def refuse_predict() -> NoReturn:
-    """Refuse to predict over a pipeline.
-
-    Raises:
-        RuntimeError: Always.
-    """
-    raise RuntimeError("predict is not supported with pipeline_parallel_size above 1 yet; predict in one process.")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -14,17 +14,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hybrid.compat import is_accumulating
 from lightning_hybrid.parallel.executor import Event
-from lightning_hybrid.parallel.gradients import install_gradients, take_gradients
 from lightning_hybrid.strategies import checks
 from lightning_hybrid.strategies.assembly import Assembly, Ground, assemble, survey
-from lightning_hybrid.strategies.clipping import Clipping
-from lightning_hybrid.strategies.evaluation import DataLoaders
-from lightning_hybrid.strategies.metric_objects import compute_metrics_together
+from lightning_hybrid.strategies.evaluation import Evaluation, next_epoch
 from lightning_hybrid.strategies.optimizers import ParameterGroups
 from lightning_hybrid.strategies.processes import DEFAULT_TIMEOUT, ProcessStrategy
+from lightning_hybrid.strategies.resuming import Resuming
 from lightning_hybrid.strategies.summary import SummaryBeforeCut
+from lightning_hybrid.strategies.training import Training
 
 
 class HybridPTDPStrategy(ProcessStrategy):
@@ -85,10 +83,9 @@ class HybridPTDPStrategy(ProcessStrategy):
         self.record_timeline = False
         self._ground: Ground | None = None
         self._assembly: Assembly | None = None
-        self._loaders = DataLoaders()
+        self._evaluation, self._training = Evaluation(), Training()
         self._summary = SummaryBeforeCut()
-        self._clipping: Clipping | None = None
-        self._taken, self._has_run = list[Any](), False
+        self._resuming = Resuming()
 
     @property
     def is_distributed(self) -> bool:
@@ -116,42 +113,42 @@ class HybridPTDPStrategy(ProcessStrategy):
         assert module is not None
         self.accelerator.setup(trainer)
         checks.check_precision(self.precision_plugin)
-        fitting = trainer.state.fn == TrainerFn.FITTING
+        fitting = self._is_fitting
+        present = self._assembly if self._assembly is not None and self._assembly.module is module else None
+        if present is None:
+            self._ground = survey(module, self.options, self.root_device, self.timeout, seed=self._resuming.seed)
+        self.model, groups = self.precision_plugin.convert_module(module), None
         if fitting:
-            self._summary.show(trainer, module)
-        self.model = self.precision_plugin.convert_module(module)
-        if self._assembly is None or self._assembly.module is not module:
-            self._ground = survey(module, self.options, device=self.root_device, timeout=self.timeout)
-            self._assembly = self._assemble(trainer, module, self._ground, fitting)
-        elif fitting:
-            self._assembly.check_whole()
-            self.setup_optimizers(trainer)
-            self._assembly.groups = ParameterGroups(self.optimizers, module)
+            with present.whole_module() if present is not None else nullcontext():
+                self._summary.show(trainer, module)
+                groups = self._group_parameters(trainer, module)
+        if present is None:
+            self._assembly = assemble(module, self.options, self.ground, groups, is_plain=self._is_plain)
+        elif groups is not None:
+            present.use(groups, seed=self._resuming.seed)
+        if fitting:
+            self._evaluation.loaders.resume(self._resuming.prepare(self.ground.mesh))
         self.setup_precision_plugin()
-        # every logged value is combined over all ranks before Lightning sees it, and no sample is seen twice
-        warnings.filterwarnings("ignore", message="It is recommended to use `self.log\\(.*sync_dist=True")
-        warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders")
-        if self.world_size > 1:
-            self._assembly.hooks.install()
-            compute_metrics_together(trainer)
-        if not self._assembly.is_plain:
-            self._clipping = Clipping(
-                self._assembly.engine, self.precision_plugin, self._assembly.hooks.norm_watch
-            )
+        self.assembly.install(trainer, self.precision_plugin)
 
-    def _assemble(self, trainer: Trainer, module: LightningModule, ground: Ground, fitting: bool) -> Assembly:
-        groups = None
-        is_plain = self.world_size == 1 and self.options["num_microbatches"] in ("auto", 1)
-        if fitting:
-            self.setup_optimizers(trainer)
-            if not is_plain or trainer.accumulate_grad_batches > 1:
-                checks.check_module(module)
-                checks.check_trainer(trainer)
-                checks.check_optimizers(self.optimizers)
-            groups = ParameterGroups(self.optimizers, module)
-        assembly = assemble(module, self.options, ground, groups)
-        assembly.is_plain = is_plain
-        return assembly
+    @property
+    def _is_fitting(self) -> bool:
+        assert self.lightning_module is not None
+        return bool(self.lightning_module.trainer.state.fn == TrainerFn.FITTING)
+
+    @property
+    def _is_plain(self) -> bool:
+        """One process and one micro-batch: Lightning's own path serves."""
+        return self.world_size == 1 and self.options["num_microbatches"] in ("auto", 1)
+
+    def _group_parameters(self, trainer: Trainer, module: LightningModule) -> ParameterGroups:
+        """Make the optimizers over the whole module, and note which parameters they have."""
+        self.setup_optimizers(trainer)
+        if not self._is_plain or trainer.accumulate_grad_batches > 1:
+            checks.check_module(module)
+            checks.check_trainer(trainer)
+            checks.check_optimizers(self.optimizers)
+        return ParameterGroups(self.optimizers, module)
 
     @override
     def model_to_device(self) -> None:
@@ -160,10 +157,9 @@ class HybridPTDPStrategy(ProcessStrategy):
     @override
     def teardown(self) -> None:
         self._summary.restore()
+        self._evaluation.restore()
         if self._assembly is not None:
-            self._assembly.hooks.remove()
-        if self._clipping is not None:
-            self._clipping.remove()
+            self._assembly.remove()
         assert self.cluster_environment is not None
         self.precision_plugin.teardown()
         assert self.accelerator is not None
@@ -173,84 +169,58 @@ class HybridPTDPStrategy(ProcessStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assembly = self.assembly
-        trainer = assembly.module.trainer
-        accumulate = trainer.accumulate_grad_batches
-        if assembly.is_plain and accumulate == 1:
+        if self._is_plain and self.assembly.module.trainer.accumulate_grad_batches == 1:
             return super().training_step(*args, **kwargs)
-        first = trainer.fit_loop.batch_idx % accumulate == 0  # when Lightning zeroes gradients too
-        if first:
-            take_gradients(assembly.engine.local_parameters())  # left over from a window that was never applied
-        self._has_run = True
-        assembly.engine.executor.record = self.record_timeline
-        output = assembly.runner.train(
-            [*args, *kwargs.values()],
-            self.precision_plugin.train_step_context,
-            name=(trainer.current_epoch, trainer.fit_loop.batch_idx),
-            accumulate=accumulate,
-            first=first,
-            last=not is_accumulating(trainer),
-            on_planned=assembly.settle,
-        )
-        self._taken = take_gradients(assembly.engine.local_parameters())
-        return output
+        args = (*args, *kwargs.values())
+        return self._training.step(self.assembly, self.precision_plugin, args, record=self.record_timeline)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """The schedule has run autograd; give the optimizer what `training_step` took away from `zero_grad`."""
-        if not self._has_run:
+        """The schedule has run autograd; only the hooks around it are left, and the gradients to be installed."""
+        if not self._training.has_run:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         module = self.assembly.module
         self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, module)
-        install_gradients(self._taken)
-        self._taken, self._has_run = [], False
+        self._training.install()
         loss = self.precision_plugin.post_backward(loss, module)
         self.post_backward(loss)
         return loss
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.assembly.is_plain:
+        if self._is_plain:
             return super().validation_step(*args, **kwargs)
-        return self._evaluate(
-            "validation_step", "val", self.precision_plugin.val_step_context, [*args, *kwargs.values()]
-        )
+        return self._evaluation.step("validation_step", self.assembly, self.precision_plugin, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.assembly.is_plain:
+        if self._is_plain:
             return super().test_step(*args, **kwargs)
-        return self._evaluate("test_step", "test", self.precision_plugin.test_step_context, [*args, *kwargs.values()])
+        return self._evaluation.step("test_step", self.assembly, self.precision_plugin, args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.assembly.engine.cut is not None:
-            checks.refuse_predict()
-        return super().predict_step(*args, **kwargs)
-
-    def _evaluate(self, hook: str, kind: str, context: Any, args: list[Any]) -> Any:
-        loader = args[2] if len(args) > 2 and isinstance(args[2], int) else 0
-        counts = self._loaders.next_counts(kind, loader)
-        return self.assembly.runner.evaluate(hook, args, context, name=tuple(args[1:]), counts=counts)
+        if self._is_plain:
+            return super().predict_step(*args, **kwargs)
+        return self._evaluation.predict(self.assembly, self.precision_plugin, args, kwargs)
 
     @override
     def on_validation_start(self) -> None:
-        self._loaders.start("val")
-        self.assembly.engine.prepare_evaluation()
+        self._evaluation.start("validation_step", self.assembly)
 
     @override
     def on_test_start(self) -> None:
-        self._loaders.start("test")
-        self.assembly.engine.prepare_evaluation()
+        self._evaluation.start("test_step", self.assembly)
 
     @override
-    def on_validation_end(self) -> None:
+    def on_predict_start(self) -> None:
+        self._evaluation.start("predict_step", self.assembly)
+
+    def _finish_evaluation(self) -> None:
         self.assembly.engine.finish_evaluation()
 
-    @override
-    def on_test_end(self) -> None:
-        self.assembly.engine.finish_evaluation()
+    on_validation_end = on_test_end = on_predict_end = _finish_evaluation
 
     @property
     @override
@@ -259,7 +229,9 @@ class HybridPTDPStrategy(ProcessStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        self._loaders.announce(name)
+        self._evaluation.loaders.announce(name)
+        if name == "train_dataloader()":
+            self._resuming.restore_random(self.ground.mesh, in_epoch=False)
         super().barrier(name)
 
     @property
@@ -270,7 +242,9 @@ class HybridPTDPStrategy(ProcessStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return self._loaders.process(dataloader, self.ground.mesh, self.ground.seed)
+        assert self.lightning_module is not None
+        epoch = next_epoch(self.lightning_module.trainer)
+        return self._evaluation.loaders.process(dataloader, self.ground.mesh, self.ground.seed, epoch=epoch)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -281,15 +255,31 @@ class HybridPTDPStrategy(ProcessStrategy):
         return self.assembly.optimizer_state(self.optimizers, optimizer)
 
     @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        self.assembly.add_training_state(checkpoint, self._evaluation.loaders.generator_states())
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self._is_fitting:
+            self._resuming.remember(checkpoint)
+        return checkpoint
+
+    @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._assembly is not None:
-            self._assembly.check_loadable()
-        super().load_model_state_dict(checkpoint, strict)
+        if self._assembly is not None and self._assembly.module is self.lightning_module:
+            self._assembly.load_model_state(checkpoint["state_dict"], strict=strict)
+        else:
+            super().load_model_state_dict(checkpoint, strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        checks.check_resumable(self.world_size)
-        super().load_optimizer_state_dict(checkpoint)
+        self.assembly.load_optimizer_states(self.optimizers, checkpoint)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._resuming.restore_random(self.ground.mesh, in_epoch=True)
 
     def timeline(self) -> list[Event]:
         """Measured times of the last step's actions on all ranks of this replica's pipeline; all ranks must call it.

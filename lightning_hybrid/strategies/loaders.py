@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_hybrid.compat import all_gather_flat
 from lightning_hybrid.functional.trees import leaves_of
 from lightning_hybrid.parallel.mesh import Mesh
+from lightning_hybrid.parallel.streams import derived_seed
 
 
 def remove_padding(sampler: object) -> None:
@@ -63,10 +74,18 @@ class EvenLoader:
             if following is not _END:
                 self.num_real += 1
                 batch = following
+            else:
+                self._note_surplus()
             if num_yielded == 0 and len(here) < self._mesh.layout.data:
                 batch = self._lend(batch, source=self._mesh.data_ranks[here[0]])
             num_yielded += 1
             yield batch
+
+    def _note_surplus(self) -> None:
+        """Lightning looks up which samples of the dataset each batch has: a surplus one has none."""
+        seen = getattr(getattr(self._loader, "batch_sampler", None), "seen_batch_indices", None)
+        if seen is not None:
+            seen.append([])
 
     def _longest(self) -> int | None:
         try:
@@ -93,15 +112,46 @@ class EvenLoader:
         return batch if self.num_real else box[0]
 
 
-def agree_on_order(loader: object, seed: int) -> None:
-    """Let samplers and workers of a `DataLoader` draw alike on all stages of a replica."""
+def own_generators(loader: object) -> list[torch.Generator]:
+    """Generators that the user gave to a loader and its sampler, each once."""
+    found = [getattr(part, "generator", None) for part in (loader, getattr(loader, "sampler", None))]
+    return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
+
+
+def agree_on_order(loader: object, seed: int, *, epoch: int) -> None:
+    """Let samplers and workers of a `DataLoader` draw alike on all stages of a replica, from the seed and the epoch.
+
+    Args:
+        loader: Anything else than a `DataLoader` is left alone.
+        seed: Equal on all stages.
+        epoch: The one that is about to begin; `set_epoch` of the sampler, which Lightning calls, tells of later ones.
+    """
     if not isinstance(loader, DataLoader):
         return
+    generators, sampler = [], loader.sampler
     if loader.generator is None:
-        loader.generator = torch.Generator().manual_seed(seed)
-    sampler = loader.sampler
+        loader.generator = torch.Generator()
+        generators.append(loader.generator)
     if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler) and sampler.generator is None:
-        sampler.generator = torch.Generator().manual_seed(seed)
+        sampler.generator = torch.Generator()
+        generators.append(sampler.generator)
+    own = getattr(sampler, "set_epoch", None)
+
+    def set_epoch(epoch: int) -> None:
+        for generator in generators:
+            generator.manual_seed(derived_seed(seed, epoch))
+        if own is not None:
+            own(epoch)
+
+    set_epoch(epoch)
+    if isinstance(sampler, Sampler):  # else the user's own iterable, which Lightning tells nothing
+        vars(sampler)["set_epoch"] = set_epoch
+
+
+def seed_workers(loader: object, data_rank: int) -> None:
+    """Let `seed_everything(workers=True)` seed workers by the replica; Lightning would seed them by the process."""
+    if isinstance(loader, DataLoader) and loader.worker_init_fn is None and os.environ.get("PL_SEED_WORKERS") == "1":
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=data_rank)
 
 
 def fingerprint(batch: object) -> str:

@@ -19,6 +19,38 @@ class Counts:
     plain: int = 0
 
 
+@dataclass
+class Window:
+    """The loss weights of an accumulation window.
+
+    Attributes:
+        weight: Their sum so far; 0 where the step returns none.
+    """
+
+    weight: float = 0.0
+
+    def add(self, num_weighted: float, num_plain: float, weight: float, *, first: bool) -> None:
+        """Count one batch of all replicas.
+
+        Args:
+            num_weighted: Micro-batches whose step returned a weight.
+            num_plain: Those whose step returned none.
+            weight: Sum of the weights.
+            first: The batch starts a window.
+
+        Raises:
+            ValueError: If some micro-batches of a window have a weight and others have none.
+        """
+        if first:
+            self.weight = 0.0
+        if num_plain and (num_weighted or self.weight):
+            raise ValueError(
+                f"training_step returned a loss_weight for {num_weighted:.0f} micro-batches and none for "
+                f"{num_plain:.0f} of the same accumulation window. Return it always or never."
+            )
+        self.weight += weight if num_weighted else 0.0
+
+
 def refuse_all_gather(*args: Any, **kwargs: Any) -> NoReturn:
     """Stand for `LightningModule.all_gather` in a step that runs in several parts.
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.parallel.loading import shard_like
+
 
 class ParameterGroups:
     """Which parameters of the whole model each optimizer has, by name.
@@ -57,5 +59,5 @@ def _move_state(optimizer: Optimizer, old: Mapping[str, nn.Parameter], new: Mapp
     for name, parameter in old.items():
         if parameter in optimizer.state and new.get(name) is not parameter:
             state = optimizer.state.pop(parameter)
-            if name in new:
-                optimizer.state[new[name]] = state
+            if name in new:  # from a checkpoint, before the parameter was sharded
+                optimizer.state[new[name]] = {key: shard_like(value, new[name]) for key, value in state.items()}

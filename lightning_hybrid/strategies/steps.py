@@ -18,8 +18,9 @@ from lightning_hybrid.functional.schedules import usable_microbatches
 from lightning_hybrid.parallel.engine import Engine, Step, divide_gradients
 from lightning_hybrid.parallel.microbatch import batch_size, check_visible, split_batch, structure_key
 from lightning_hybrid.strategies.loaders import check_same_batch
-from lightning_hybrid.strategies.losses import LOSS, Counts, check_loss, loss_of, refuse_all_gather
+from lightning_hybrid.strategies.losses import LOSS, Counts, Window, check_loss, loss_of, refuse_all_gather
 from lightning_hybrid.strategies.metric_objects import MetricObjects
+from lightning_hybrid.strategies.predictions import gather_predictions, share_of
 from lightning_hybrid.strategies.records import Exchange, Key, Recorder, outputs, replay
 
 CHECKED_BATCHES = 3  # batches of each kind of step whose equality over a replica's stages is checked
@@ -51,7 +52,7 @@ class StepRunner:
     num_microbatches: int | str
     _exchanges: dict[str, Exchange] = field(default_factory=dict)
     _checked: dict[str, int] = field(default_factory=dict)
-    _window_weight: float = 0.0
+    _window: Window = field(default_factory=Window)
     _rechecks: int = 0
     _dropped: set[str] = field(default_factory=set)
     _whole: dict[str, Any] | None = None  # what the step returned besides scalars, where one step sees the whole batch
@@ -104,7 +105,9 @@ class StepRunner:
         )
         num_weighted, num_plain, num_stops = totals
         self.module.trainer.should_stop = num_stops > 0
-        self._finish_weights(num_weighted, num_plain, weight, first=first, last=last)
+        self._window.add(num_weighted, num_plain, weight, first=first)
+        if last and num_weighted:
+            divide_gradients(self.engine.local_parameters(), self._window.weight)
         values: dict[str, Any] = outputs(combined)
         if last and self._rechecks < MAX_RECHECKS and LOSS in values and bool(values[LOSS].isnan()):
             self._rechecks += 1
@@ -139,6 +142,37 @@ class StepRunner:
         self._replay(combined, on_step=False)
         values = {**outputs(combined), **((self._whole or {}) if counts else {})}
         return values.pop("") if "" in values else values or None
+
+    def predict(
+        self,
+        args: Sequence[Any],
+        context: Context,
+        *,
+        name: tuple[object, ...],
+        counts: bool,
+        indices: list[int] | None,
+    ) -> tuple[Any, list[int] | None]:
+        """Predictions for one batch of all replicas, and the numbers of its samples in the dataset, on every rank.
+
+        Args:
+            args: Of `predict_step`; the first is the batch.
+            context: Entered around each call of the user's step.
+            name: What random numbers are derived from.
+            counts: False where the replica has no more data.
+            indices: Numbers of this replica's samples, if known.
+        """
+        recorder, outputs, sizes = self._recorder(), dict[int, Any](), list[int]()
+        if counts:
+            parts, sizes = self._split(args[0], "predict_step")
+            step = self._step("predict_step", parts, sizes, args, context, recorder, name)
+            plans = self.engine.prepare(step, training=False)
+            self.engine.evaluate(step, plans, outputs.__setitem__)
+        own = share_of([outputs[i] for i in range(len(sizes))], sizes, indices) if outputs else None
+        if own is not None and recorder.entries:
+            own.value = ValueError(
+                f"predict_step logs {next(iter(recorder.entries)).name!r}: Lightning has no log then."
+            )
+        return gather_predictions(self.engine.mesh, own)
 
     def _split(self, batch: Any, hook: str) -> tuple[list[Any], list[int]]:
         pipeline = self.engine.mesh.layout.pipeline
@@ -261,15 +295,3 @@ class StepRunner:
                         "floating-point scalar: it is not passed on to hooks, because each rank has only a part of it.",
                         stacklevel=2,
                     )
-
-    def _finish_weights(self, num_weighted: float, num_plain: float, weight: float, *, first: bool, last: bool) -> None:
-        if first:
-            self._window_weight = 0.0
-        if num_plain and (num_weighted or self._window_weight):
-            raise ValueError(
-                f"training_step returned a loss_weight for {num_weighted:.0f} micro-batches and none for "
-                f"{num_plain:.0f} of the same accumulation window. Return it always or never."
-            )
-        self._window_weight += weight if num_weighted else 0.0
-        if last and num_weighted:
-            divide_gradients(self.engine.local_parameters(), self._window_weight)

@@ -216,3 +216,38 @@ def test_loose_buffers_are_those_in_no_gated_module():
     root.model.register_buffer("scale", torch.ones(()))
     root.running = nn.BatchNorm1d(3, affine=False)
     assert [name for name, _ in cut_of(root).loose_buffers()] == ["step", "model.scale"]
+
+
+def test_inside_whole_the_module_has_all_its_parameters_in_order():
+    root, reference = Decoder(), Decoder()
+    root.model.blocks[3][0].weight.requires_grad = False
+    cut = cut_of(root, rank=0)
+    for name in ("model.norm.bias", "model.embed.weight"):
+        cut.release(name)
+    before, stand_ins = dict(root.named_parameters()), dict(cut.stand_ins)
+    with cut.whole():
+        inside = dict(root.named_parameters())
+        assert list(inside) == [name for name, _ in reference.named_parameters()]
+        assert [p.shape for p in inside.values()] == [p.shape for p in reference.parameters()]
+        assert all(inside[name] is parameter for name, parameter in before.items())
+        assert [name for name, p in inside.items() if not p.requires_grad] == ["model.blocks.3.0.weight"]
+        assert root.head.weight is root.model.embed.weight  # tied as ever
+        optimizer = torch.optim.SGD(root.parameters(), 0.1)
+        assert (
+            sum(p.untyped_storage().nbytes() for p in inside.values() if not any(p is q for q in before.values())) < 100
+        )
+    assert dict(root.named_parameters()).keys() == before.keys()
+    assert all(
+        vars(root.get_submodule(name.rpartition(".")[0]))[name.rpartition(".")[2]] is stand_ins[name]
+        for name in stand_ins
+    )
+    assert len(optimizer.param_groups[0]["params"]) == len(inside)
+
+
+def test_whole_is_left_as_it_was_after_an_error():
+    root = Decoder()
+    cut = cut_of(root, rank=1)
+    names = list(dict(root.named_parameters()))
+    with pytest.raises(ZeroDivisionError), cut.whole():
+        raise ZeroDivisionError
+    assert list(dict(root.named_parameters())) == names

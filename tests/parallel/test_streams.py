@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hybrid.parallel.streams import Streams, derived_seed
+from lightning_hybrid.parallel.streams import Streams, derived_seed, random_state, set_random_state
 
 CPU = torch.device("cpu")
 PARTS = st.lists(st.one_of(st.integers(), st.text(max_size=3), st.booleans(), st.tuples(st.integers())), max_size=4)
@@ -79,3 +79,13 @@ def test_contexts_may_be_nested():
             streams.seed("inner")
             draws()
         assert draws() == expected
+
+
+def test_streams_go_on_from_a_saved_state_that_is_plain_data(tmp_path):
+    torch.manual_seed(1), random.seed(2), numpy.random.seed(3)
+    random.gauss(0, 1), numpy.random.standard_normal()  # both generators keep a second number
+    torch.save(random_state(CPU), tmp_path / "state")
+    after = [draws(), random.gauss(0, 1), numpy.random.standard_normal()]
+    torch.manual_seed(4), random.seed(5), numpy.random.seed(6)
+    set_random_state(torch.load(tmp_path / "state", weights_only=True), CPU)
+    assert [draws(), random.gauss(0, 1), numpy.random.standard_normal()] == after

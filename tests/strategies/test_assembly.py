@@ -112,17 +112,16 @@ def assembled():
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     first = module.embed.weight.detach().clone()
     keys = list(module.state_dict())
-    ground = survey(module, {**OPTIONS, "pipeline_layers": "blocks"}, device=CPU, timeout=None)
+    ground = survey(module, {**OPTIONS, "pipeline_layers": "blocks"}, CPU, None)
     streams = draws()
     with patch.dict(os.environ, {"PL_GLOBAL_SEED": "3"}):
         torch.manual_seed(7)
-        again = survey(module, {**OPTIONS, "pipeline_layers": "blocks"}, device=CPU, timeout=None)
+        again = survey(module, {**OPTIONS, "pipeline_layers": "blocks"}, CPU, None)
+        resumed = survey(module, {**OPTIONS, "pipeline_layers": "blocks"}, CPU, None, seed=11)
         kept = torch.initial_seed()
     assembly = assemble(module, OPTIONS, ground, ParameterGroups([optimizer], module))
-    with pytest.raises(RuntimeError, match="has been cut into pipeline stages by an earlier call"):
-        assembly.check_whole()
     return {
-        "seeds": (ground.seed, again.seed, kept),
+        "seeds": (ground.seed, again.seed, kept, resumed.seed),
         "streams": streams,
         "ground": (ground.mesh.layout, ground.blocks, ground.sizes),
         "embedding": (first, module.embed.weight.detach()),
@@ -143,7 +142,7 @@ def results():
 def test_every_rank_starts_from_rank_0s_weights_and_seed_and_keeps_its_part(results):
     whole = sum(p.numel() for p in Module().parameters())
     for rank, result in enumerate(results):
-        assert result["seeds"] == (100, 7, 7)
+        assert result["seeds"] == (100, 7, 7, 11)
         assert result["ground"] == (Layout(2, 2), BLOCKS, [3, 1])  # the encoder stands behind the blocks
         assert torch.equal(result["embedding"][1], results[0]["embedding"][0])
         assert result["offset"] == [5, 5]
@@ -162,13 +161,12 @@ def test_stages_of_a_replica_draw_alike_and_replicas_do_not(results):
 
 def alone():
     module = plain()
-    ground = survey(module, {**OPTIONS, "num_microbatches": 2}, device=CPU, timeout=None)
+    ground = survey(module, {**OPTIONS, "num_microbatches": 2}, CPU, None)
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    survey(module, OPTIONS, device=CPU, timeout=None)
+    survey(module, OPTIONS, CPU, None)
     assembly = assemble(module, OPTIONS, ground, None)
-    assembly.check_whole()
     assembly.settle()
     return (
         torch.equal(torch.rand(1), expected),

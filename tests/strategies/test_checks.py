@@ -13,7 +13,6 @@ from lightning_hybrid.strategies.checks import (
     check_module,
     check_optimizers,
     check_precision,
-    check_resumable,
 )
 
 DEFAULTS = {
@@ -136,9 +135,3 @@ def test_other_precisions_are_refused_with_those_that_work(precision):
         ValueError, match=rf"precision='{precision}' does not work.*32-true, bf16-true, bf16-mixed, 64-true"
     ):
         check_precision(SimpleNamespace(precision=precision))
-
-
-def test_one_process_alone_can_resume():
-    check_resumable(1)
-    with pytest.raises(RuntimeError, match="not supported on 4 processes yet"):
-        check_resumable(4)

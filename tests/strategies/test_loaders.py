@@ -149,7 +149,7 @@ def test_random_samplers_draw_alike_from_the_same_seed(sampler):
     for seed in (1, 1, 2):
         torch.manual_seed(len(orders))  # the stages' own streams differ
         loader = DataLoader(range(9), sampler=sampler(), batch_size=9)
-        agree_on_order(loader, seed)
+        agree_on_order(loader, seed, epoch=0)
         orders.append([batch.tolist() for _ in range(2) for batch in loader])
     assert orders[0] == orders[1] != orders[2]
     assert orders[0][0] != orders[0][1]  # another order in the next epoch
@@ -160,15 +160,15 @@ def test_a_shuffling_loader_agrees_and_the_users_generator_is_kept():
     for stage in range(2):
         torch.manual_seed(stage)
         loader = DataLoader(range(9), shuffle=True, batch_size=9)
-        agree_on_order(loader, 5)
+        agree_on_order(loader, 5, epoch=0)
         orders.append(next(iter(loader)).tolist())
     assert orders[0] == orders[1]
     generator = torch.Generator().manual_seed(7)
     loader = DataLoader(range(9), shuffle=True, generator=generator)
-    agree_on_order(loader, 5)
+    agree_on_order(loader, 5, epoch=0)
     assert loader.generator is generator
     assert loader.sampler.generator is generator
-    agree_on_order([1, 2], 5)  # something else that can be iterated is left alone
+    agree_on_order([1, 2], 5, epoch=0)  # something else that can be iterated is left alone
 
 
 X = torch.arange(6.0)

@@ -1,0 +1,99 @@
+"""A whole model's state, as one process wrote it, put into what this rank holds of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from lightning_hybrid.parallel.engine import Engine
+
+
+def load_model_state(engine: Engine, keys: Sequence[str], state: Mapping[str, Any], *, strict: bool) -> None:
+    """Load the part of a whole model's state that is on this rank.
+
+    Args:
+        engine: This rank's engine.
+        keys: The whole model's state keys, from before it was cut.
+        state: The whole model's state.
+        strict: Refuse a state whose names are not those of the model.
+
+    Raises:
+        RuntimeError: If names or shapes do not fit.
+    """
+    missing, unexpected = [key for key in keys if key not in state], [key for key in state if key not in set(keys)]
+    if strict and (missing or unexpected):
+        raise RuntimeError(
+            f"The checkpoint does not fit {type(engine.root).__name__}: it lacks {missing[:5]} ({len(missing)} keys) "
+            f"and has {unexpected[:5]} ({len(unexpected)} keys) that the model has not. Load the checkpoint of the "
+            "same model, or set strict_loading=False on the LightningModule."
+        )
+    local = engine.root.state_dict()
+    part = {key: shard_like(state[key], local[key]) for key in local if key in state}
+    engine.root.load_state_dict(part, strict=False)
+
+
+def load_optimizer_state(
+    engine: Engine, optimizer: Optimizer, names: list[list[str]], saved: Mapping[str, Any], saved_names: Any
+) -> None:
+    """Load the part of a whole optimizer's state that belongs to this rank's parameters.
+
+    Args:
+        engine: This rank's engine.
+        optimizer: The optimizer over this rank's parameters.
+        names: Parameters of each of its groups over the whole model.
+        saved: Its `state_dict` over the whole model.
+        saved_names: Names of the parameters of each saved group; None where the order is the model's.
+
+    Raises:
+        ValueError: If the saved groups are not the optimizer's.
+    """
+    wanted = saved_names or names
+    _check_groups(optimizer, names, saved["param_groups"], wanted)
+    by_name: dict[str, Any] = {}
+    for group, members in zip(saved["param_groups"], wanted, strict=True):
+        by_name |= {name: saved["state"].get(i) for i, name in zip(group["params"], members, strict=True)}
+    parameters = engine.cut.parameters if engine.cut else dict(engine.root.named_parameters())
+    name_of = {id(parameter): name for name, parameter in parameters.items()}
+    states, groups, number = dict[int, Any](), list[dict[str, Any]](), 0
+    for group, old in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        options = {key: value for key, value in old.items() if key not in ("params", "param_names")}
+        own_names = {"param_names": group["param_names"]} if "param_names" in group else {}
+        held = range(number, number + len(group["params"]))
+        groups.append({**options, **own_names, "params": list(held)})
+        for index, parameter in zip(held, group["params"], strict=True):
+            state = by_name.get(name_of[id(parameter)])
+            if state is not None:
+                states[index] = {key: shard_like(value, parameter) for key, value in state.items()}
+        number += len(held)
+    optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def shard_like(value: Any, like: Any) -> Any:
+    """This rank's shard of a whole tensor that has the shape of a sharded one; anything else as it is.
+
+    Every rank has the whole tensor, so that nothing is sent.
+    """
+    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    if value.shape != like.shape:
+        return value
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _check_groups(
+    optimizer: Optimizer, names: list[list[str]], saved: Sequence[Mapping[str, Any]], wanted: Sequence[Sequence[str]]
+) -> None:
+    found = [len(group["params"]) for group in saved]
+    here = [len(members) for members in names]
+    known = {name for members in names for name in members}
+    strange = [name for members in wanted for name in members if name not in known]
+    if found != here or strange:
+        raise ValueError(
+            f"The checkpoint's {type(optimizer).__name__} has groups of {found} parameters and the present one has "
+            f"{here}{f', without {strange[:3]}' if strange else ''}. Resume with the optimizer that was saved, or load "
+            "the weights alone (load_from_checkpoint)."
+        )

@@ -1,0 +1,111 @@
+"""What a checkpoint keeps beside Lightning's own state, so that training goes on as if it had never stopped.
+
+The base of all seeds, the random streams and the loaders' states of every replica, and the names of the optimizers'
+parameters. Stock Lightning ignores the entry; a checkpoint without it resumes too, from fresh random streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hybrid.parallel.mesh import Mesh
+from lightning_hybrid.parallel.streams import random_state, set_random_state
+
+ENTRY = "lightning_hybrid"
+LOADERS = "combined_loader"  # where Lightning's fit loop keeps the states of stateful loaders
+
+
+def optimizer_names(checkpoint: Mapping[str, Any], number: int) -> list[Any]:
+    """For each saved optimizer, the names of the parameters of each of its groups; None where nobody noted them."""
+    names: list[Any] = checkpoint.get(ENTRY, {}).get("optimizer_parameters", [None] * number)
+    return names
+
+
+def add_state(
+    checkpoint: dict[str, Any], mesh: Mesh, *, seed: int, names: list[list[list[str]]], generators: list[Tensor]
+) -> None:
+    """Complete a checkpoint of all states on rank 0; every rank must call it.
+
+    Args:
+        checkpoint: Lightning's, with what this rank's loops and loaders say.
+        mesh: Groups of this rank.
+        seed: Base of all seeds.
+        names: For each optimizer and group, parameters over the whole model.
+        generators: States of this replica's generators in training loaders.
+    """
+    if "optimizer_states" not in checkpoint or mesh.pipeline_rank > 0 or mesh.tensor_rank > 0:
+        return
+    loaders = _fit_loop(checkpoint).get(LOADERS, [])
+    mine = {"random": random_state(mesh.device), "generators": generators, "loaders": loaders}
+    replicas: list[Any] = [None] * mesh.layout.data
+    dist.all_gather_object(replicas, mine, group=mesh.data_group)
+    checkpoint[ENTRY] = {"seed": seed, "replicas": replicas, "optimizer_parameters": names}
+
+
+class Resuming:
+    """Takes such an entry up again: each part at the moment at which training needs it."""
+
+    def __init__(self) -> None:
+        self._checkpoint: dict[str, Any] = {}
+        self._random: dict[str, Any] | None = None
+        self._mid_epoch = False
+
+    @property
+    def seed(self) -> int | None:
+        """The base of all seeds of the run that goes on; None for a new one."""
+        seed: int | None = self._checkpoint.get(ENTRY, {}).get("seed")
+        return seed
+
+    def remember(self, checkpoint: dict[str, Any]) -> None:
+        """Keep a checkpoint that Lightning has loaded, until the groups exist."""
+        self._checkpoint = checkpoint
+
+    def prepare(self, mesh: Mesh) -> list[Tensor]:
+        """Give Lightning the loaders' states of this rank's replica instead of the first one's.
+
+        Returns:
+            States of the replica's generators in training loaders.
+
+        Raises:
+            RuntimeError: If loaders stopped in the middle of an epoch and their number was another one.
+        """
+        checkpoint, self._checkpoint = self._checkpoint, {}
+        entry = checkpoint.get(ENTRY)
+        if entry is None:
+            return []
+        replicas, layout = entry["replicas"], mesh.layout
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        self._mid_epoch = not progress["is_last_batch"]
+        own = replicas[mesh.data_rank] if mesh.data_rank < len(replicas) else {}
+        self._random = own.get("random")
+        if len(replicas) == layout.data:
+            if own["loaders"]:
+                _fit_loop(checkpoint)[LOADERS] = own["loaders"]
+        elif any(replica["loaders"] for replica in replicas):
+            if self._mid_epoch:
+                raise RuntimeError(
+                    f"The checkpoint was saved in the middle of an epoch with stateful loaders of {len(replicas)} "
+                    f"replica(s), and now there are {layout.data}: their states cannot be shared out anew. Resume with "
+                    f"a data parallel size of {len(replicas)}, or from a checkpoint of the end of an epoch."
+                )
+            _fit_loop(checkpoint).pop(LOADERS, None)
+        generators: list[Tensor] = own.get("generators", [])
+        return generators
+
+    def restore_random(self, mesh: Mesh, *, in_epoch: bool) -> None:
+        """Set the random streams, before the loaders are read (`in_epoch` False) or before the first batch.
+
+        Between epochs an uninterrupted run draws the order of the next one; in the middle of one it has drawn it.
+        """
+        if self._random is not None and in_epoch == self._mid_epoch:
+            set_random_state(self._random, mesh.device)
+            self._random = None
+
+
+def _fit_loop(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    state: dict[str, Any] = checkpoint["loops"]["fit_loop"]["state_dict"]
+    return state

@@ -1,0 +1,56 @@
+"""One training batch between Lightning's hooks, which zero the gradients after the step and ask for them afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch.plugins import Precision
+
+from lightning_hybrid.compat import is_accumulating
+from lightning_hybrid.parallel.gradients import install_gradients, take_gradients
+from lightning_hybrid.strategies.assembly import Assembly
+
+
+class Training:
+    """Runs forward and backward in `training_step`, and keeps the gradients until `backward` installs them."""
+
+    def __init__(self) -> None:
+        self._taken: list[Any] = []
+        self.has_run = False
+
+    def step(self, assembly: Assembly, precision: Precision, args: Sequence[Any], *, record: bool) -> Any:
+        """Run one batch.
+
+        Args:
+            assembly: What runs it.
+            precision: Its context surrounds the user's step.
+            args: Of `training_step`.
+            record: Measure the times of the schedule's actions.
+
+        Returns:
+            What `training_step` returned, combined over micro-batches and replicas.
+        """
+        trainer, engine = assembly.module.trainer, assembly.engine
+        accumulate = trainer.accumulate_grad_batches
+        first = trainer.fit_loop.batch_idx % accumulate == 0  # when Lightning zeroes gradients too
+        if first:
+            take_gradients(engine.local_parameters())  # left over from a window that was never applied
+        self.has_run = True
+        engine.executor.record = record
+        output = assembly.runner.train(
+            args,
+            precision.train_step_context,
+            name=(trainer.current_epoch, trainer.fit_loop.batch_idx),
+            accumulate=accumulate,
+            first=first,
+            last=not is_accumulating(trainer),
+            on_planned=assembly.settle,
+        )
+        self._taken = take_gradients(engine.local_parameters())
+        return output
+
+    def install(self) -> None:
+        """Give the optimizer what the last step took away from `zero_grad`."""
+        install_gradients(self._taken)
+        self._taken, self.has_run = [], False

@@ -1,0 +1,130 @@
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from lightning_hybrid.parallel.cut import StageCut
+from lightning_hybrid.parallel.loading import load_model_state, load_optimizer_state, shard_like
+from tests.launch import run_ranks
+
+CPU = torch.device("cpu")
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(3, 2)
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+        self.head = nn.Linear(2, 3, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.tensor(0.0))
+
+
+def engine_of(root, rank):
+    cut = StageCut(root, [f"blocks.{i}" for i in range(4)], (2, 2), pipeline=2, rank=rank, device=CPU)
+    return SimpleNamespace(root=root, cut=cut)
+
+
+def stepped(model):
+    optimizer = torch.optim.AdamW(
+        [{"params": model.blocks.parameters(), "lr": 0.1}, {"params": model.embed.parameters()}]
+    )
+    for number, parameter in enumerate(model.parameters(), 1):
+        parameter.grad = torch.full_like(parameter, float(number))
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_takes_its_part_of_the_whole_state(rank):
+    source, root = Model(), Model()
+    source.seen.fill_(7)
+    keys = list(root.state_dict())
+    engine = engine_of(root, rank)
+    load_model_state(engine, keys, source.state_dict(), strict=True)
+    state = source.state_dict()
+    for name, value in root.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    assert len(root.state_dict()) == len(keys) - 4
+    assert root.head.weight is root.embed.weight
+
+
+def test_names_that_do_not_fit_are_refused_unless_that_is_wanted():
+    root = Model()
+    keys, state = list(root.state_dict()), Model().state_dict()
+    engine = engine_of(root, 0)
+    state["strange"] = state.pop("seen")
+    with pytest.raises(RuntimeError, match=r"does not fit Model: it lacks \['seen'\] \(1 keys\) and has \['strange'\]"):
+        load_model_state(engine, keys, state, strict=True)
+    load_model_state(engine, keys, state, strict=False)
+    assert torch.equal(root.embed.weight, state["embed.weight"])
+
+
+NAMES = [[f"blocks.{i}.{leaf}" for i in range(4) for leaf in ("weight", "bias")], ["embed.weight"]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("saved_names", [None, [NAMES[0][::-1], NAMES[1]]], ids=["in order", "by name"])
+def test_each_parameter_gets_its_own_state_whatever_the_order(rank, saved_names):
+    source = Model()
+    optimizer = stepped(source)
+    saved = copy.deepcopy(optimizer.state_dict())
+    if saved_names:
+        saved["param_groups"][0]["params"] = saved["param_groups"][0]["params"][::-1]
+    saved["param_groups"][0]["lr"] = 0.7
+    root = Model()
+    engine = engine_of(root, rank)
+    here = torch.optim.AdamW(
+        [
+            {"params": [p for n, p in engine.cut.parameters.items() if n in NAMES[0]], "lr": 0.5},
+            {"params": root.embed.parameters()},
+        ]
+    )
+    load_optimizer_state(engine, here, NAMES, saved, saved_names)
+    expected = dict(source.named_parameters())
+    assert [group["lr"] for group in here.param_groups] == [0.7, 1e-3]
+    assert len(here.state) == 5
+    for name, parameter in engine.cut.parameters.items():
+        for key, value in here.state[parameter].items():
+            assert torch.equal(value, optimizer.state[expected[name]][key]), (name, key)
+
+
+def test_other_groups_are_refused_with_their_sizes():
+    engine = engine_of(Model(), 0)
+    saved = stepped(Model()).state_dict()
+    with pytest.raises(ValueError, match=r"AdamW has groups of \[8, 1\] parameters and the present one has \[9\]"):
+        load_optimizer_state(engine, torch.optim.AdamW(engine.root.parameters()), [NAMES[0] + NAMES[1]], saved, None)
+    strange = [[name.replace("0", "9") for name in NAMES[0]], NAMES[1]]
+    with pytest.raises(ValueError, match=r"without \['blocks.9.weight', 'blocks.9.bias'\]"):
+        load_optimizer_state(engine, torch.optim.AdamW(engine.root.parameters()), NAMES, saved, strange)
+
+
+def test_a_stateless_optimizer_has_nothing_to_load():
+    root = Model()
+    engine = engine_of(root, 0)
+    optimizer = torch.optim.SGD([engine.cut.parameters["embed.weight"]], 0.1)
+    saved = torch.optim.SGD([Model().embed.weight], 0.3).state_dict()
+    load_optimizer_state(engine, optimizer, [["embed.weight"]], saved, None)
+    assert optimizer.param_groups[0]["lr"] == 0.3
+
+
+def shards():
+    mesh, whole = init_device_mesh("cpu", (2,)), torch.arange(6.0).view(3, 2)
+    like = distribute_tensor(torch.zeros(3, 2), mesh, [Shard(0)])
+    part = shard_like(whole, like)
+    assert isinstance(part, DTensor)
+    assert shard_like(torch.tensor(3.0), like).item() == 3.0
+    assert shard_like("text", like) == "text"
+    assert shard_like(part, like) is part
+    assert shard_like(whole, torch.zeros(3, 2)) is whole
+    return part.to_local().tolist()
+
+
+def test_a_whole_tensor_is_cut_like_a_sharded_one_without_a_message():
+    assert run_ranks(2, shards) == [[[0, 1], [2, 3]], [[4, 5]]]
+    assert not dist.is_initialized()
