@@ -7,6 +7,8 @@ from lightning.pytorch import LightningModule, Trainer
 from rich.console import Console
 from rich.table import Table
 
+WIDTH_OF_FILES = 160
+
 
 def is_logging_step(trainer: Trainer) -> bool:
     """Whether the step that has just ended is one of every `log_every_n_steps`."""
@@ -20,8 +22,8 @@ def log_bytes(pl_module: LightningModule, name: str, num_bytes: float) -> None:
 
 
 def show(trainer: Trainer, *tables: Table) -> None:
-    """Print tables on rank 0."""
+    """Print tables on rank 0; in a file, which has no width, no column is cut."""
     if trainer.is_global_zero:
         console = Console()
         for table in tables:
-            console.print(table)
+            console.print(table) if console.is_terminal else Console(width=WIDTH_OF_FILES).print(table)
