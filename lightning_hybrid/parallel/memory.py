@@ -68,16 +68,16 @@ class MemoryMeter:
         self._gradients, self._activations = LiveBytes(), LiveBytes()
         self._names: dict[int, str] = {}
         self._fixed: dict[int, StorageWeakRef] = {}
-        self._may_change, self._scanned = True, object()  # a strategy may shard in the first step
-        self._handles = WeakTensorKeyDictionary()
+        self._seen = WeakTensorKeyDictionary()  # parameter or buffer -> its hook, or None
+        self._may_change, self._scanned = True, list[nn.Module]()
         self._saved = ExitStack()
 
     def start(self) -> None:
         """A new step."""
         self._names = {id(module): name for name, module in self._root.named_modules()}
+        # a strategy may shard in the first step
         self._may_change = not self._fixed or any(isinstance(p, DTensor) for p in self._root.parameters())
-        self._fixed.clear()
-        self._scan()
+        self._scan(self._root.modules(), again=True)
         self.note_gradients()
         self._gradients.start()
         self._activations.start()
@@ -92,9 +92,10 @@ class MemoryMeter:
     def close(self) -> None:
         """Take all hooks away."""
         self._saved.close()
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles.clear()
+        for handle in self._seen.values():
+            if handle is not None:
+                handle.remove()
+        self._seen.clear()
 
     def note_gradients(self) -> None:
         """Count the gradients that are there, also those that no backward pass of ours has accumulated."""
@@ -111,35 +112,42 @@ class MemoryMeter:
 
     def saved(self, tensors: Sequence[Tensor]) -> list[Release]:
         """See `saved.Observer`."""
-        module = self._running()
-        with torch.no_grad():
-            locals_ = [local(tensor) for tensor in tensors]
-        owner = "" if module is None else self._names[id(module)]
+        running = self._running()
+        owner = self._names[id(running[0])] if running else ""
+        mine = [_local(tensor) for tensor in tensors]
         return [
-            self._activations.add(tensor, owner, whole=True) for tensor in locals_ if not self._is_fixed(tensor, module)
+            self._activations.add(tensor, owner, whole=True) for tensor in mine if not self._is_fixed(tensor, running)
         ]
 
     def recomputed(self, tensors: Sequence[Tensor]) -> None:
         """See `saved.Observer`; they count until they are freed."""
         self.saved(tensors)
 
-    def _is_fixed(self, tensor: Tensor, module: nn.Module | None) -> bool:
+    def _is_fixed(self, tensor: Tensor, running: list[nn.Module]) -> bool:
         """Whether it is a parameter or buffer; `fully_shard` puts gathered ones into modules on the way."""
-        if self._may_change and storage_key(tensor) not in self._fixed and module is not self._scanned:
-            self._scanned = module
-            self._scan()
-        return storage_key(tensor) in self._fixed
+        key = storage_key(tensor)
+        if self._may_change and key not in self._fixed and running[:1] != self._scanned:
+            self._scanned = running[:1]
+            if self._scan(running) or not running:
+                self._scan(self._root.modules())
+        return key in self._fixed
 
-    def _scan(self) -> None:
-        for owner, module in self._root.named_modules():
-            parameters = list(module.parameters(recurse=False))
-            for tensor in [*parameters, *module.buffers(recurse=False)]:
-                storage = _local(tensor).untyped_storage()
-                self._fixed.setdefault(storage_key(_local(tensor)), StorageWeakRef(storage))
-            for parameter in parameters:
-                if parameter.requires_grad and parameter not in self._handles:
-                    hook = partial(self._accumulated, owner)
-                    self._handles[parameter] = parameter.register_post_accumulate_grad_hook(hook)
+    def _scan(self, modules: Iterable[nn.Module], *, again: bool = False) -> bool:
+        """Learn the parameters and buffers that modules have now; returns whether there were new ones."""
+        found = False
+        for module in modules:
+            for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+                if again or tensor not in self._seen:
+                    found = True
+                    self._learn(self._names.get(id(module), ""), tensor)
+        return found
+
+    def _learn(self, owner: str, tensor: Tensor) -> None:
+        part = _local(tensor)
+        self._fixed.setdefault(storage_key(part), StorageWeakRef(part.untyped_storage()))
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad and self._seen.get(tensor) is None:
+            self._seen[tensor] = tensor.register_post_accumulate_grad_hook(partial(self._accumulated, owner))
+        self._seen.setdefault(tensor, None)
 
     def _accumulated(self, owner: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -149,16 +157,15 @@ class MemoryMeter:
         if _local(gradient).layout == torch.strided:
             self._gradients.add(_local(gradient), owner)
 
-    def _running(self) -> nn.Module | None:
-        """The innermost module of the root whose forward is under way."""
+    def _running(self) -> list[nn.Module]:
+        """The root's modules whose forward is under way, innermost first."""
+        running: list[nn.Module] = []
         frame = inspect.currentframe()
         while frame is not None:
-            if frame.f_code is MODULE_CALL:
-                module: nn.Module = frame.f_locals["self"]
-                if id(module) in self._names:
-                    return module
+            if frame.f_code is MODULE_CALL and id(frame.f_locals["self"]) in self._names:
+                running.append(frame.f_locals["self"])
             frame = frame.f_back
-        return None
+        return running
 
 
 def parameter_bytes(root: nn.Module) -> tuple[dict[str, int], dict[str, int]]:

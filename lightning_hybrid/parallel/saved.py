@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -31,10 +32,10 @@ class _Kept:
     """What the graph holds in place of a saved tensor; it goes when the graph lets go of it."""
 
     def __init__(self, value: Any, version: int, releases: list[Release]) -> None:
-        self.value, self.version, self._releases = value, version, releases
+        self.value, self.version, self.releases = value, version, releases
 
     def __del__(self) -> None:
-        for release in self._releases:
+        for release in self.releases:
             release()
 
 
@@ -47,7 +48,8 @@ class SavedTensors:
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
-        self._hooks = saved_tensors_hooks(self._pack, _unpack)
+        # autograd also calls hooks from compiled code, where Dynamo would compile them
+        self._hooks = saved_tensors_hooks(torch.compiler.disable(self._pack), torch.compiler.disable(_unpack))
         self._enter: Any = None
 
     def __enter__(self) -> SavedTensors:
@@ -101,4 +103,4 @@ def _watch(pack: Callable[[Tensor], Any], observer: Observer) -> Callable[[Tenso
             return _Kept(held, 0, [])
         return _Kept(held, 0, observer.saved(tensors))
 
-    return packed
+    return torch.compiler.disable(packed)

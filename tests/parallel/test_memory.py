@@ -174,3 +174,22 @@ def test_of_each_category_the_largest_breakdown_is_kept():
     a, b = Memory(trainable={"x": 3}, gradients={"x": 1}), Memory(trainable={"x": 2}, gradients={"y": 2})
     assert a.largest(b) == b.largest(a) == Memory(trainable={"x": 3}, gradients={"y": 2})
     assert a.totals() == {"trainable": 3, "frozen": 0, "gradients": 1, "states": 0, "activations": 0}
+
+
+class Squashed(nn.Linear):
+    def forward(self, x):
+        return torch.tanh(super().forward(x))
+
+
+def test_compiled_blocks_stay_compiled_and_are_measured():
+    net, x = nn.Sequential(Squashed(6, 5), nn.Linear(5, 2)).double(), torch.randn(7, 6, dtype=torch.float64)
+    net(x).sum().backward()
+    before = [p.grad.clone() for p in net.parameters()]
+    graphs = []
+    net.zero_grad()
+    net[0].compile(backend=lambda graph, inputs: graphs.append(graph) or graph)
+    with measured(net) as memory:
+        net(x).sum().backward()
+    assert len(graphs) == 1
+    assert all(torch.equal(a, p.grad) for a, p in zip(before, net.parameters(), strict=True))
+    assert sum(memory.activations.values()) == 7 * 6 * 8 + 7 * 5 * 8
