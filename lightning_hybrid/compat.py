@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import Tensor, nn
@@ -72,3 +74,23 @@ def all_gather_flat(output: Tensor, part: Tensor, group: dist.ProcessGroup | Non
     """Gather one tensor of each rank into one; torch 2.13 renamed the function and warns about 2.11's name."""
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     gather(output, part, group=group)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass, its hooks and final callbacks too; no public function tells."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def before_backend(operation: Any, watch: Callable[[tuple[Any, ...]], object]) -> Callable[..., Any]:
+    """A kernel for the dispatch key `BackendSelect` that shows an operation's arguments to `watch`, then goes on.
+
+    Every call of an operation passes this key, in every thread and from C++ too, unlike a dispatch mode. The names of
+    keys are not public.
+    """
+    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        watch(args)
+        return operation.redispatch(keys & below, *args, **kwargs)
+
+    return kernel

@@ -146,3 +146,28 @@ def gathered(groups):
 @pytest.mark.parametrize("groups", [False, True])
 def test_parts_are_gathered_in_rank_order(groups):
     assert run_ranks(2, gathered, groups) == [[1, 2, 11, 12]] * 2
+
+
+def test_backward_passes_are_known_in_their_hooks_and_callbacks():
+    seen, x = [], torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda gradient: seen.append(compat.in_backward()))
+    assert not compat.in_backward()
+    y.sum().backward()
+    assert seen == [True]
+    assert not compat.in_backward()
+
+
+def seen_before_the_backend():
+    seen, library = [], torch.library.Library("c10d", "IMPL")
+    kernel = compat.before_backend(torch.ops.c10d.allreduce_.default, seen.append)
+    library.impl("allreduce_", kernel, "BackendSelect", with_keyset=True)
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    del library
+    dist.all_reduce(x)
+    return x.tolist(), len(seen), seen[0][0][0].tolist()
+
+
+def test_kernel_before_the_backend_sees_arguments_and_goes_on():
+    assert run_ranks(2, seen_before_the_backend) == [([4, 4], 1, [4, 4])] * 2  # it saw the tensor itself, once

@@ -4,6 +4,9 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from examples.gpt import GPT, StandardLibrary, Windows, library_files, read, split
+from examples.ledgers import main as ledgers
+from lightning_hybrid.functional.traffic import pipeline_bytes
+from tests.launch import run_trainers
 
 
 def tiny(**changes):
@@ -87,3 +90,17 @@ def test_generated_text_continues_the_prompt():
     text = tiny().generate("def ", length=20)
     assert text.startswith("def ")
     assert len(text.encode()) >= 24
+
+
+def ledgers_of_two():
+    communication, memory = ledgers(devices=2, max_steps=1)
+    return communication.world["pipeline", "forward", "send", "float32"].payload, memory.ranks
+
+
+def test_ledgers_count_what_the_example_sends_and_keeps():
+    first, second = run_trainers(2, ledgers_of_two)
+    assert first == second
+    payload, ranks = first
+    assert payload == pipeline_bytes(4 * 32 * 32 * 4, num_microbatches=4, num_stages=2)
+    for totals in ranks:
+        assert totals["trainable"] == totals["gradients"] < totals["states"] / 2 < totals["activations"]

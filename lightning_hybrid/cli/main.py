@@ -36,7 +36,7 @@ def _lightning(args: list[str] | None) -> None:  # None lets Lightning read sys.
     """Run ``fit``, ``validate``, ``test`` or ``predict``; any model and data by ``class_path``, strategies by name."""
     from lightning.pytorch.cli import LightningCLI  # here, so that the tools start without it
 
-    import_module("lightning_hybrid")  # registers the strategies' names
+    import_module("lightning_hybrid.callbacks")  # with the package, which registers strategies: all have short names
     tools = "; ".join(f"{name}: {line}" for name, line in TOOLS.items())
     LightningCLI(
         args=args,

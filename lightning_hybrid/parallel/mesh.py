@@ -85,26 +85,29 @@ class Mesh:
         ]
         self.pipeline_ranks = next(ranks for ranks in pipelines if self.rank in ranks)
         self.data_ranks = next(ranks for ranks in datas if self.rank in ranks)
-        self.pipeline_group = self.group(pipelines)
-        self.data_group = self.group(datas)
+        self.pipeline_group = self.group(pipelines, "pipeline")
+        self.data_group = self.group(datas, "data")
         self.channels: dict[tuple[bool, int], dist.ProcessGroup] = {}
         for lower in range(layout.pipeline if layout.pipeline > 1 else 0):
             pairs = [[ranks[lower], ranks[(lower + 1) % layout.pipeline]] for ranks in pipelines]
             for forward in (True, False):
-                group = self._group_of(pairs)
+                group = self._group_of(pairs, f"pipeline {'forward' if forward else 'backward'}")
                 if group is not None:
                     self.channels[forward, lower] = group
 
-    def group(self, partition: Iterable[list[int]]) -> dist.ProcessGroup:
-        """This rank's group out of a partition of the world. Every rank must call it with the same partition."""
-        mine = self._group_of(partition)
+    def group(self, partition: Iterable[list[int]], name: str = "other") -> dist.ProcessGroup:
+        """This rank's group out of a partition of the world. Every rank must call it with the same partition.
+
+        The name becomes the group's description: its axis, which traffic is counted by, and maybe a direction.
+        """
+        mine = self._group_of(partition, name)
         assert mine is not None, "a partition covers every rank"
         return mine
 
-    def _group_of(self, disjoint: Iterable[list[int]]) -> dist.ProcessGroup | None:
+    def _group_of(self, disjoint: Iterable[list[int]], name: str) -> dist.ProcessGroup | None:
         mine = None
         for ranks in disjoint:  # every rank makes every group, in the same order
-            group = dist.new_group(ranks, timeout=self.timeout)
+            group = dist.new_group(ranks, timeout=self.timeout, group_desc=name)
             if self.rank in ranks:
                 mine = group
         return mine

@@ -67,7 +67,7 @@ def settle(cut: StageCut, mesh: Mesh, needs: dict[int, Needs]) -> Ownership:
     _close_gates(cut)
     groups = {}
     for ranks in sorted({ranks for ranks in holders.values() if len(ranks) > 1}):
-        group = mesh.group(_partition(mesh, ranks))
+        group = mesh.group(_partition(mesh, ranks), "holders")
         if mesh.pipeline_rank in ranks:
             groups[ranks] = group
     return Ownership(holders, groups, writers, released)

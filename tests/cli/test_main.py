@@ -35,6 +35,13 @@ def test_help_names_every_command(capsys, args):
         assert command in text.replace("lightning-hybrid", "")
 
 
+def test_callbacks_have_short_names(capsys):
+    options = ["--model", "examples.gpt.GPT", "--trainer.callbacks+=MemoryLedger", "--trainer.callbacks.depth=2"]
+    text = printed(capsys, "fit", *options, "--print_config")
+    assert "class_path: lightning_hybrid.callbacks.MemoryLedger" in text
+    assert "depth: 2" in text
+
+
 @pytest.mark.parametrize("tool", ["demo", "schedule"])
 def test_tools_have_their_own_help(capsys, tool):
     assert printed(capsys, tool, "--help").startswith(f"usage: lightning-hybrid {tool}")

@@ -66,6 +66,7 @@ def four_ranks():
         "channel sums": {sum_over(group) for group in square.channels.values()},
         "stages": [square.rank_of_stage(stage) for stage in range(4)],
         "apart": sum_over(apart),
+        "names": [group.group_desc for group in (square.pipeline_group, square.data_group, *square.channels.values())],
     }
 
 
@@ -86,6 +87,11 @@ def test_each_group_holds_the_ranks_of_its_axis(results):
         ([0, 2], [0, 1]), ([1, 3], [0, 1]), ([0, 2], [2, 3]), ([1, 3], [2, 3])
     ]  # fmt: skip
     assert [result["apart"] for result in results] == [1, 1010, 100, 1010]
+
+
+def test_groups_are_named_by_axis_and_direction_for_those_who_count_traffic(results):
+    channels = ["pipeline forward", "pipeline backward"] * 2
+    assert [result["names"] for result in results] == [["pipeline", "data", *channels]] * 4
 
 
 def test_each_direction_over_each_boundary_has_a_communicator_and_replicas_alone_have_none(results):

@@ -1,0 +1,154 @@
+"""Bytes of parameters, gradients, optimizer states and saved activations, by module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.table import Table
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_hybrid.callbacks.reports import is_logging_step, log_bytes, show
+from lightning_hybrid.functional.memory import sum_by_module
+from lightning_hybrid.parallel.memory import Memory, MemoryMeter
+from lightning_hybrid.parallel.traffic import over_ranks
+
+
+class MemoryLedger(Callback):
+    """Counts the bytes that training keeps on this rank, with any strategy.
+
+    Of each category the ledger keeps the breakdown by module at the moment when its total was largest; categories peak
+    at different moments. Storages are counted once, and of a DTensor the local part. Whole copies that `fully_shard`
+    gathers for a while are not counted as parameters. Every `log_every_n_steps` steps the last step's totals on the
+    fullest rank are logged, equal on every rank, as `memory/CATEGORY_bytes`. At the end of `fit` rank 0 prints a table
+    of its modules, and one of all ranks.
+
+    As a context manager it needs the module, and measures the block as one step: `with MemoryLedger(module=net,
+    optimizers=[optimizer]) as ledger:`.
+
+    Args:
+        depth: Parts of the dotted names of modules that are kept apart; None for all.
+        module: For use as a context manager.
+        optimizers: For use as a context manager.
+
+    Attributes:
+        last: Memory of the last finished step on this rank.
+        peak: The largest of all steps, for each category.
+        ranks: After `fit`, totals of `peak` of each rank, the same on every rank.
+    """
+
+    def __init__(
+        self, depth: int | None = None, module: nn.Module | None = None, optimizers: Iterable[Optimizer] = ()
+    ) -> None:
+        if depth is not None and depth < 0:
+            raise ValueError(f"depth={depth}: give the number of parts of module names to keep, 0 or more, or None.")
+        self.depth, self._module, self._optimizers = depth, module, list(optimizers)
+        self.last, self.peak, self.ranks = Memory(), Memory(), list[dict[str, int]]()
+        self._meter: MemoryMeter | None = None
+        self._global_step, self._is_new_step = 0, True
+
+    def __enter__(self) -> MemoryLedger:
+        if self._module is None:
+            raise ValueError("As a context manager, the ledger must be told what to measure: MemoryLedger(module=...).")
+        self._begin(self._module)
+        self._enter()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        assert self._meter is not None
+        self._finish_step(self._meter, self._optimizers)
+        self._close()
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin(pl_module)
+        self._global_step = trainer.global_step
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._enter()
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        assert self._meter is not None
+        self._meter.note_gradients()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert self._meter is not None
+        self._meter.__exit__()
+        if trainer.global_step == self._global_step:
+            return  # within an accumulation window
+        self._global_step = trainer.global_step
+        self._finish_step(self._meter, trainer.optimizers)
+        if is_logging_step(trainer):
+            totals = over_ranks(self.last.totals())
+            for name in totals[0]:
+                log_bytes(pl_module, f"memory/{name}_bytes", max(of_rank[name] for of_rank in totals))
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self._meter is not None
+        self._meter.__exit__()  # a hook may have skipped the rest of the epoch in the middle of a batch
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close()
+        self.ranks = over_ranks(self.peak.totals())
+        show(trainer, self.table(), *([self.table_of_ranks()] if len(self.ranks) > 1 else []))
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    def table(self) -> Table:
+        """The peak of each category on this rank, by module."""
+        columns = {name: sum_by_module(of_module, self.depth) for name, of_module in vars(self.peak).items()}
+        modules = dict.fromkeys(name for column in columns.values() for name in column)
+        rows = {name or "(outside modules)": [c.get(name, 0) for c in columns.values()] for name in sorted(modules)}
+        return _table("Memory of this rank, bytes at the peak of each category", "module", rows, total=True)
+
+    def table_of_ranks(self) -> Table:
+        """The peaks of all ranks."""
+        rows = {str(rank): list(totals.values()) for rank, totals in enumerate(self.ranks)}
+        return _table("Memory of all ranks, bytes at the peak of each category", "rank", rows, total=False)
+
+    def _begin(self, module: nn.Module) -> None:
+        self._close()
+        self.last, self.peak, self.ranks = Memory(), Memory(), []
+        self._meter, self._is_new_step = MemoryMeter(module), True
+
+    def _enter(self) -> None:
+        assert self._meter is not None
+        if self._is_new_step:
+            self._meter.start()
+            self._is_new_step = False
+        self._meter.__enter__()
+
+    def _finish_step(self, meter: MemoryMeter, optimizers: Iterable[Optimizer]) -> None:
+        self.last = meter.finish(optimizers)
+        self.peak = self.peak.largest(self.last)
+        self._is_new_step = True
+
+    def _close(self) -> None:
+        if self._meter is not None:
+            self._meter.close()
+            self._meter = None
+
+
+def _table(title: str, first: str, rows: dict[str, list[int]], *, total: bool) -> Table:
+    table = Table(title=title)
+    table.add_column(first)
+    for name in Memory().totals():
+        table.add_column(name, justify="right")
+    for name, numbers in rows.items():
+        table.add_row(name, *(f"{number:,}" for number in numbers))
+    if total:
+        table.add_section()
+        table.add_row("total", *(f"{sum(column):,}" for column in zip(*rows.values(), strict=True)))
+    return table

@@ -1,0 +1,33 @@
+"""How many bytes a training step keeps: formulas, and sums by module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+def state_bytes(parameter_bytes: float, *, copies: int, num_steps: int = 0, num_shards: int = 1) -> float:
+    """Bytes of an optimizer's state on one rank.
+
+    Args:
+        parameter_bytes: Bytes of the trainable parameters, whole.
+        copies: Tensors of the parameter's size and type: 1 for SGD with momentum, 2 for Adam and AdamW.
+        num_steps: Step counters, float32: for Adam and AdamW as many as parameters; 0 for SGD. Each shard has its own.
+        num_shards: Replicas that share the state, as in ZeRO stage 1.
+
+    Source: Rajbhandari et al. 2019, arXiv:1910.02054, section 3.1.
+    """
+    return copies * parameter_bytes / num_shards + 4 * num_steps
+
+
+def shorten(name: str, depth: int | None) -> str:
+    """The first `depth` parts of a dotted name; all of it if `depth` is None."""
+    return name if depth is None else ".".join(name.split(".")[:depth])
+
+
+def sum_by_module(num_bytes: Mapping[str, int], depth: int | None) -> dict[str, int]:
+    """Sums of bytes over modules whose names begin with the same `depth` parts."""
+    sums: dict[str, int] = {}
+    for name, number in num_bytes.items():
+        short = shorten(name, depth)
+        sums[short] = sums.get(short, 0) + number
+    return sums

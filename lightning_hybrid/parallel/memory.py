@@ -1,0 +1,204 @@
+"""Bytes of parameters, gradients, optimizer states and saved activations on this rank, by module.
+
+Torch's `MemTracker` was considered: it is private, and a dispatch mode, which switches compilation off.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_hybrid.compat import storage_key
+from lightning_hybrid.functional.trees import leaves_of
+from lightning_hybrid.parallel.gradients import local
+from lightning_hybrid.parallel.live import LiveBytes, Release, bytes_of, key_of
+from lightning_hybrid.parallel.saved import SavedTensors
+
+MODULE_CALL = nn.Module.__call__.__code__
+
+
+@dataclass
+class Memory:
+    """Bytes by module name; each category at the moment of a step when it was largest.
+
+    Attributes:
+        trainable: Parameters that require a gradient.
+        frozen: The other parameters.
+        gradients: Gradients of parameters.
+        states: Optimizer states, under the module of their parameter; "" for those of no parameter here.
+        activations: Storages that autograd holds for the backward pass and that are no parameters or buffers, under
+            the module that saved them first; "" for what the step does outside modules.
+    """
+
+    trainable: dict[str, int] = field(default_factory=dict)
+    frozen: dict[str, int] = field(default_factory=dict)
+    gradients: dict[str, int] = field(default_factory=dict)
+    states: dict[str, int] = field(default_factory=dict)
+    activations: dict[str, int] = field(default_factory=dict)
+
+    def totals(self) -> dict[str, int]:
+        """Sum over modules of each category."""
+        return {name: sum(of_module.values()) for name, of_module in vars(self).items()}
+
+    def largest(self, other: Memory) -> Memory:
+        """Of each category the larger one."""
+        mine, theirs = self.totals(), other.totals()
+        return Memory(**{n: getattr(other if theirs[n] > mine[n] else self, n) for n in mine})
+
+
+class MemoryMeter:
+    """Measures one step after the other of a module: `start`, the step within `with`, then `finish`.
+
+    Args:
+        root: The module.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._gradients, self._activations = LiveBytes(), LiveBytes()
+        self._names: dict[int, str] = {}
+        self._fixed: dict[int, StorageWeakRef] = {}
+        self._seen = WeakTensorKeyDictionary()  # parameter or buffer -> its hook, or None
+        self._may_change, self._scanned = True, list[nn.Module]()
+        self._saved = ExitStack()
+
+    def start(self) -> None:
+        """A new step."""
+        self._names = {id(module): name for name, module in self._root.named_modules()}
+        # a strategy may shard in the first step
+        self._may_change = not self._fixed or any(isinstance(p, DTensor) for p in self._root.parameters())
+        self._scan(self._root.modules(), again=True)
+        self.note_gradients()
+        self._gradients.start()
+        self._activations.start()
+
+    def __enter__(self) -> MemoryMeter:
+        self._saved.enter_context(SavedTensors(self))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._saved.close()
+
+    def close(self) -> None:
+        """Take all hooks away."""
+        self._saved.close()
+        for handle in self._seen.values():
+            if handle is not None:
+                handle.remove()
+        self._seen.clear()
+
+    def note_gradients(self) -> None:
+        """Count the gradients that are there, also those that no backward pass of ours has accumulated."""
+        for name, parameter in self._root.named_parameters():
+            if parameter.grad is not None:
+                self._add_gradient(name.rpartition(".")[0], parameter.grad)
+
+    def finish(self, optimizers: Iterable[Optimizer]) -> Memory:
+        """What the step that has ended took."""
+        self.note_gradients()
+        trainable, frozen = parameter_bytes(self._root)
+        states = optimizer_bytes(self._root, optimizers)
+        return Memory(trainable, frozen, self._gradients.at_peak, states, self._activations.at_peak)
+
+    def saved(self, tensors: Sequence[Tensor]) -> list[Release]:
+        """See `saved.Observer`."""
+        running = self._running()
+        owner = self._names[id(running[0])] if running else ""
+        mine = [_local(tensor) for tensor in tensors]
+        return [
+            self._activations.add(tensor, owner, whole=True) for tensor in mine if not self._is_fixed(tensor, running)
+        ]
+
+    def recomputed(self, tensors: Sequence[Tensor]) -> None:
+        """See `saved.Observer`; they count until they are freed."""
+        self.saved(tensors)
+
+    def _is_fixed(self, tensor: Tensor, running: list[nn.Module]) -> bool:
+        """Whether it is a parameter or buffer; `fully_shard` puts gathered ones into modules on the way."""
+        key = storage_key(tensor)
+        if self._may_change and key not in self._fixed and running[:1] != self._scanned:
+            self._scanned = running[:1]
+            if self._scan(running) or not running:
+                self._scan(self._root.modules())
+        return key in self._fixed
+
+    def _scan(self, modules: Iterable[nn.Module], *, again: bool = False) -> bool:
+        """Learn the parameters and buffers that modules have now; returns whether there were new ones."""
+        found = False
+        for module in modules:
+            for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+                if again or tensor not in self._seen:
+                    found = True
+                    self._learn(self._names.get(id(module), ""), tensor)
+        return found
+
+    def _learn(self, owner: str, tensor: Tensor) -> None:
+        part = _local(tensor)
+        self._fixed.setdefault(storage_key(part), StorageWeakRef(part.untyped_storage()))
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad and self._seen.get(tensor) is None:
+            self._seen[tensor] = tensor.register_post_accumulate_grad_hook(partial(self._accumulated, owner))
+        self._seen.setdefault(tensor, None)
+
+    def _accumulated(self, owner: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._add_gradient(owner, parameter.grad)
+
+    def _add_gradient(self, owner: str, gradient: Tensor) -> None:
+        if _local(gradient).layout == torch.strided:
+            self._gradients.add(_local(gradient), owner)
+
+    def _running(self) -> list[nn.Module]:
+        """The root's modules whose forward is under way, innermost first."""
+        running: list[nn.Module] = []
+        frame = inspect.currentframe()
+        while frame is not None:
+            if frame.f_code is MODULE_CALL and id(frame.f_locals["self"]) in self._names:
+                running.append(frame.f_locals["self"])
+            frame = frame.f_back
+        return running
+
+
+def parameter_bytes(root: nn.Module) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of trainable and of frozen parameters on this rank by module; shared ones once, under their first name."""
+    sums: tuple[dict[str, int], dict[str, int]] = {}, {}
+    seen = set[tuple[int, int]]()
+    for name, parameter in root.named_parameters():
+        of_kind = sums[0 if parameter.requires_grad else 1]
+        _add(of_kind, name.rpartition(".")[0], parameter, seen)
+    return sums
+
+
+def optimizer_bytes(root: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, int]:
+    """Bytes of all tensors in optimizer states on this rank, under the module of their parameter."""
+    owners = {id(parameter): name.rpartition(".")[0] for name, parameter in root.named_parameters()}
+    sums: dict[str, int] = {}
+    seen = set[tuple[int, int]]()
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for tensor in leaves_of(state):
+                if isinstance(tensor, Tensor):
+                    _add(sums, owners.get(id(parameter), ""), tensor, seen)
+    return sums
+
+
+def _add(sums: dict[str, int], owner: str, tensor: Tensor, seen: set[tuple[int, int]]) -> None:
+    tensor = _local(tensor)
+    key = key_of(tensor)
+    if key not in seen:
+        seen.add(key)
+        sums[owner] = sums.get(owner, 0) + bytes_of(tensor)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return local(tensor)

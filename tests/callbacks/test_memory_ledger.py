@@ -1,0 +1,188 @@
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from lightning_hybrid.callbacks import CommunicationLedger, MemoryLedger
+from lightning_hybrid.functional.memory import state_bytes
+from tests.callbacks.test_communication_ledger import BATCH, Even, Failing
+from tests.launch import run_trainers
+from tests.small import WIDTH, Block, Small, fit, hybrid, loader, trainer_of, weights
+
+LINEAR = (WIDTH * WIDTH + WIDTH) * 8  # bytes of one layer's parameters
+SAVED = BATCH * WIDTH * 8  # bytes of what one layer gets or gives
+
+
+class Adam(Even):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), self.rate)
+
+
+class Frozen(Even):
+    def __init__(self):
+        super().__init__()
+        self.inlet.requires_grad_(False)
+
+
+def ledger_of(module, strategy="auto", data=1, steps=2, **options):
+    ledger = MemoryLedger(depth=options.pop("depth", None))
+    trainer = fit(module, loader(steps * BATCH, BATCH, data), strategy, callbacks=[ledger], **options)
+    return trainer, ledger
+
+
+def whole(module):
+    return sum(p.numel() * 8 for p in module.parameters())
+
+
+def test_one_process_keeps_what_a_calculation_by_hand_says(capsys):
+    module = Even()
+    _, ledger = ledger_of(module, depth=1)
+    totals, size = ledger.peak.totals(), whole(module)
+    assert totals["trainable"] == totals["gradients"] == totals["states"] == size
+    assert totals["states"] == state_bytes(size, copies=1)
+    assert ledger.peak.activations == {
+        "inlet": SAVED,  # the batch
+        **{f"blocks.{i}.linear": SAVED for i in range(6)},  # its input, which the sum with it does not need
+        **{f"blocks.{i}": SAVED for i in range(6)},  # what tanh gave
+        "outlet": SAVED,
+        "": BATCH * (2 + 1) * 8,  # the loss's prediction and target, which is expanded from one column
+    }
+    assert ledger.ranks == [totals]
+    printed = capsys.readouterr().out
+    row = next(line for line in printed.splitlines() if "blocks" in line)
+    assert [f"{number:,}" in row for number in (6 * LINEAR, 12 * SAVED)] == [True, True]
+    assert "all ranks" not in printed
+
+
+def test_states_of_adam_are_two_copies_and_a_counter_each():
+    module = Adam()
+    _, ledger = ledger_of(module)
+    expected = state_bytes(whole(module), copies=2, num_steps=len(list(module.parameters())))
+    assert ledger.peak.totals()["states"] == expected
+    assert ledger.peak.states["outlet"] == 2 * (WIDTH * 2 + 2) * 8 + 2 * 4
+
+
+def test_frozen_parameters_stand_apart_and_have_neither_gradients_nor_states():
+    _, ledger = ledger_of(Frozen())
+    assert ledger.peak.frozen == {"inlet": LINEAR}
+    for of_module in (ledger.peak.trainable, ledger.peak.gradients, ledger.peak.states, ledger.peak.activations):
+        assert "inlet" not in of_module
+
+
+def test_a_step_of_several_batches_peaks_as_its_largest():
+    _, once = ledger_of(Even())
+    _, twice = ledger_of(Even(), accumulate_grad_batches=2)
+    assert once.peak == twice.peak
+
+
+def shards():
+    """(total of each category, with plain replication and with sharded states), the step's logs."""
+    _, plain = ledger_of(Adam(), hybrid(1, zero_stage=0), 2)
+    trainer, sharded = ledger_of(Adam(), hybrid(1, zero_stage=1), 2, log_every_n_steps=1)
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return plain.peak.totals(), sharded.peak.totals(), sharded.ranks, logged
+
+
+def pipelines():
+    """Memory of this stage by schedule."""
+    options = {"zero_stage": 0, "microbatches": 4, "partition": [2, 4]}
+    return {name: ledger_of(Even(), hybrid(2, schedule=name, **options))[1].peak for name in ("gpipe", "1f1b")}
+
+
+class CheckpointedBlock(Block):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Checkpointed(Even):
+    block = CheckpointedBlock
+
+
+def checkpoints():
+    """Under checkpoints a stage has saved-tensor hooks of its own: weights without and with the ledger, its peak."""
+    options = {"zero_stage": 0, "microbatches": 4, "partition": [2, 4], "schedule": "gpipe"}
+    plain = fit(Checkpointed(), loader(2 * BATCH, BATCH), hybrid(2, **options))
+    watched, ledger = ledger_of(Checkpointed(), hybrid(2, **options))
+    return weights(plain), weights(watched), ledger.peak
+
+
+def two_ranks():
+    return shards(), pipelines(), checkpoints()
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_trainers(2, two_ranks)
+
+
+def test_sharded_states_are_halved_and_the_rest_is_not(results):
+    size, counters = whole(Adam()), len(list(Adam().parameters()))
+    for (plain, sharded, ranks, logged), *_ in results:
+        assert plain["states"] == state_bytes(size, copies=2, num_steps=counters)
+        assert sharded["states"] == state_bytes(size, copies=2, num_steps=counters, num_shards=2)
+        assert (plain["trainable"], sharded["trainable"]) == (size, size / 2)
+        assert plain["gradients"] == sharded["gradients"] == size  # whole until the last backward pass reduces them
+        assert plain["activations"] == sharded["activations"]  # gathered parameters are no activations
+        assert ranks == [sharded, sharded]
+        assert logged == {f"memory/{name}_bytes": number for name, number in sharded.items()}
+
+
+def test_a_pipeline_keeps_activations_of_the_micro_batches_in_flight(results):
+    micro_batch = SAVED // 4
+    for _, peaks, _ in results:
+        assert peaks.keys() == {"gpipe", "1f1b"}
+    first = results[0][1]
+    for name, in_flight in (("gpipe", 4), ("1f1b", 2)):
+        # each block's input and tanh for every micro-batch in flight, and the batch once
+        assert first[name].totals()["activations"] == in_flight * 2 * 2 * micro_batch + SAVED
+        assert first[name].totals()["trainable"] == 3 * LINEAR
+    last = results[1][1]["1f1b"]
+    assert last.activations["blocks.5.linear"] == micro_batch
+
+
+def test_checkpoints_in_a_pipeline_keep_inputs_and_one_block(results):
+    micro_batch = SAVED // 4
+    for _, _, (plain, watched, peak) in results:
+        assert all(torch.equal(plain[name], watched[name]) for name in plain)
+        assert sum(peak.activations.values()) > 0
+    assert results[0][2][0].keys() == results[0][2][1].keys() != set()
+    # of the first stage each block's input for each micro-batch, the batch, and the tanh of one recomputed block
+    assert results[0][2][2].totals()["activations"] == 4 * 2 * micro_batch + SAVED + micro_batch
+
+
+def test_as_a_context_manager_it_measures_the_block():
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    with MemoryLedger(module=net, optimizers=[optimizer]) as ledger:
+        net(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+    assert ledger.last == ledger.peak
+    assert ledger.peak.totals() == {
+        "trainable": 32, "frozen": 0, "gradients": 32, "states": 72, "activations": 48
+    }  # fmt: skip
+
+
+def test_what_cannot_be_measured_is_refused():
+    with pytest.raises(ValueError, match=r"MemoryLedger\(module=...\)"), MemoryLedger():
+        pass
+    with pytest.raises(ValueError, match="depth=-1"):
+        MemoryLedger(depth=-1)
+
+
+class Skipping(Small):
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == 1 else None
+
+
+@pytest.mark.parametrize("module", [Failing, Skipping])
+def test_an_early_end_leaves_no_hooks(module):
+    enter, ledgers = saved_tensors_hooks.__enter__, [MemoryLedger(), CommunicationLedger()]
+    try:
+        trainer_of(callbacks=ledgers).fit(module(), loader(3 * BATCH, BATCH))
+    except ArithmeticError:
+        assert module is Failing
+    assert saved_tensors_hooks.__enter__ is enter
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        torch.ones(1, requires_grad=True).exp()
+    assert len(seen) == 1
