@@ -17,6 +17,10 @@ from torch.optim.swa_utils import get_ema_avg_fn
 from tests.launch import run_trainers
 from tests.small import Small, fit, hybrid, loader, weights
 
+pytestmark = [  # Lightning's advice for OnExceptionCheckpoint
+    pytest.mark.filterwarnings("ignore:.*was called without a model:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*is set, but there is no last checkpoint available:UserWarning"),
+]
 PAGE = Path(__file__).parents[1] / "docs" / "callbacks.md"
 ABSTRACT = {"BaseFinetuning", "BasePredictionWriter", "Callback", "Checkpoint", "ProgressBar"}
 
