@@ -78,12 +78,12 @@ class Replicated:
         self._index += 1
         if self._reduction is None or not self._reduce or self._last[stage] != index:
             return
-        for other, parameters in self._stages.items():
-            if self._last.get(other, -1) < index:
-                self._reduction.complete(parameters)
-        self._reduction.watch(self._stages.get(stage, []))
+        for other, last in self._last.items():
+            if last < index:
+                self._reduction.complete(self._stages[other])
+        self._reduction.watch(self._stages[stage])
         if index == len(self._order) - 1:
-            self._reduction.watch(self._stages.get(OUTSIDE, []))
+            self._reduction.watch(self._stages[OUTSIDE])
 
     def finish(self) -> None:
         """Wait for the sums over the replicas."""
