@@ -44,6 +44,9 @@ class DataParallel(Protocol):
     def finish(self) -> None:
         """Sum what is left to sum, after the last backward of an accumulation window."""
 
+    def abandon(self) -> None:
+        """Leave no trace in the parameters of a step that has failed."""
+
     def gather(self) -> None:
         """Make all parameters whole, so that forward passes need no collective."""
 
@@ -89,6 +92,11 @@ class Replicated:
         """Wait for the sums over the replicas."""
         if self._reduction is not None and self._reduce:
             self._reduction.finish()
+
+    def abandon(self) -> None:
+        """Watch no backward pass that may follow elsewhere."""
+        if self._reduction is not None:
+            self._reduction.reset()
 
     def gather(self) -> None:
         """Everything is whole."""
@@ -195,6 +203,9 @@ class Sharded:
 
     def finish(self) -> None:
         """The backward passes have reduced everything."""
+
+    def abandon(self) -> None:
+        """The parameters stay sharded."""
 
     def gather(self) -> None:
         """Gather the parameters of all modules."""

@@ -154,7 +154,11 @@ class Engine:
             work = Work(
                 program, plans, self._forward(step, plans), seed, weight, self.data.before_backward, self._forget
             )
-            self.executor.run(work)
+            try:
+                self.executor.run(work)
+            except BaseException:
+                self.data.abandon()
+                raise
         if reduce:
             self.data.finish()
             if self.cut is not None and self.ownership is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -32,12 +33,17 @@ class _Bucket:
     views: list[Tensor] = field(default_factory=list)
     work: Any = None
 
+    def __post_init__(self) -> None:
+        # a gradient is laid out as its parameter; one that has holes or overlaps gives way to a dense one
+        self._strides = [torch.empty_like(parameter, device="meta").stride() for parameter in self.parameters]
+
     def start(self, group: dist.ProcessGroup) -> list[bool]:
         """Take the gradients, zeros where there is none, and start to sum them; tell which there were."""
         like = self.parameters[0]
         flat = torch.empty(sum(p.numel() for p in self.parameters), dtype=like.dtype, device=like.device)
-        parts = flat.split([p.numel() for p in self.parameters])
-        self.views = [_shaped_like(p, part) for p, part in zip(self.parameters, parts, strict=True)]
+        offsets = accumulate([p.numel() for p in self.parameters], initial=0)
+        layouts = zip(self.parameters, self._strides, offsets, strict=False)
+        self.views = [flat.as_strided(p.shape, stride, offset) for p, stride, offset in layouts]
         present = [parameter.grad is not None for parameter in self.parameters]
         with torch.no_grad():
             for parameter, view in zip(self.parameters, self.views, strict=True):
@@ -109,7 +115,7 @@ class Reduction:
         self.reset()
 
     def _is_final(self, parameter: Tensor) -> None:
-        self._bucket_of[parameter].missing.discard(parameter)  # type: ignore[index, arg-type]
+        self._bucket_of[parameter].missing.discard(parameter)  # type: ignore[index]
         self._start_complete()
 
     def _start_complete(self) -> None:
@@ -117,8 +123,3 @@ class Reduction:
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             self._present += self._buckets[self._next].start(self._group)
             self._next += 1
-
-
-def _shaped_like(parameter: nn.Parameter, part: Tensor) -> Tensor:
-    """The part with the shape and strides of a gradient."""
-    return part.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride(), part.storage_offset())

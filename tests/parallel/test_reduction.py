@@ -148,7 +148,21 @@ def test_a_chunk_is_summed_in_its_last_backward_and_what_lies_outside_in_the_ver
         assert sums == [{18}, {9}, None if frozen else {9}]  # (1 + 2) micro-batches x (1 + 2) replicas, twice outside
 
 
-def of_one_replica():
+def of_a_failed_step():
+    mesh, root = Mesh(Layout(1, 2), device=CPU), nn.Linear(2, 1).double()
+    data = Replicated(None, root, mesh)
+    data.begin([(0, 0)], reduce=True)
+    data.before_backward(0, 0)
+    data.abandon()
+    root(torch.ones(2, dtype=torch.float64)).sum().backward()
+    return root.weight.grad.tolist()
+
+
+def test_after_a_failed_step_backward_passes_are_the_users_own():
+    assert run_ranks(2, of_a_failed_step) == [[[1, 1]]] * 2
+
+
+def of_nothing_to_sum():
     mesh, root = Mesh(Layout(1, 2), device=CPU), nn.Linear(2, 1).double()
     data = Replicated(None, root, mesh)
     root.requires_grad_(False)
@@ -164,4 +178,4 @@ def of_one_replica():
 
 
 def test_a_frozen_model_and_a_batch_within_a_window_are_not_summed():
-    assert run_ranks(2, of_one_replica) == [[[1, 1]]] * 2
+    assert run_ranks(2, of_nothing_to_sum) == [[[1, 1]]] * 2
