@@ -1,7 +1,7 @@
 """Data parallelism of one rank's stages: gradients summed once a step, in ZeRO stage 1 with sharded optimizer states.
 
-Torch's `fully_shard` does the sharding. Plain replication does not need it: one flat all-reduce a step is faster than
-its per-module collectives; `DistributedDataParallel`'s reducer expects a backward for each forward.
+Torch's `fully_shard` does the sharding. Plain replication does not need it: a few flat all-reduces a step are faster
+than its per-module collectives.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_hybrid.parallel.cut import StageCut
-from lightning_hybrid.parallel.gradients import sum_gradients
 from lightning_hybrid.parallel.mesh import Mesh
+from lightning_hybrid.parallel.reduction import Reduction
 from lightning_hybrid.parallel.run import Result
 
 Backwards = Iterable[tuple[int, int]]
 """(stage, micro-batch) of a step's backward passes on one rank, in order."""
+
+
+OUTSIDE = -1  # stands for a stage: parameters outside the blocks, final after the very last backward pass
 
 
 class DataParallel(Protocol):
@@ -38,8 +41,11 @@ class DataParallel(Protocol):
     def before_backward(self, stage: int, micro_batch: int) -> None:
         """Prepare for one backward pass."""
 
-    def finish(self, parameters: list[nn.Parameter]) -> None:
+    def finish(self) -> None:
         """Sum what is left to sum, after the last backward of an accumulation window."""
+
+    def abandon(self) -> None:
+        """Leave no trace in the parameters of a step that has failed."""
 
     def gather(self) -> None:
         """Make all parameters whole, so that forward passes need no collective."""
@@ -49,30 +55,80 @@ class DataParallel(Protocol):
 
 
 class Replicated:
-    """Every replica holds everything; gradients are summed after the last backward of a window."""
+    """Every replica holds everything; gradients are summed from the last backward passes of a window on."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, cut: StageCut | None, root: nn.Module, mesh: Mesh) -> None:
+        self._cut, self._root, self._group = cut, root, mesh.data_group
+        self._stages: dict[int, list[nn.Parameter]] = {}
+        self._reduction: Reduction | None = None
+        self._reduce = False
+        self._order: list[tuple[int, int]] = []
 
     def step(self, function: Callable[[], Result]) -> Result:
         """Run one stage once."""
         return function()
 
     def begin(self, backwards: Backwards, *, reduce: bool) -> None:
-        """Nothing depends on the order."""
+        """The last backward of each stage makes gradients final."""
+        self._order, self._index, self._reduce = list(backwards), 0, reduce and self._group.size() > 1
+        self._last = {stage: index for index, (stage, _) in enumerate(self._order)}
+        if self._reduce:
+            self._prepare()
 
     def before_backward(self, stage: int, micro_batch: int) -> None:
-        """Nothing happens in a backward pass."""
+        """Start what the last backward of another stage has left, and look out for what this one makes final."""
+        index = self._index
+        self._index += 1
+        if self._reduction is None or not self._reduce or self._last[stage] != index:
+            return
+        for other, last in self._last.items():
+            if last < index:
+                self._reduction.complete(self._stages[other])
+        self._reduction.watch(self._stages[stage])
+        if index == len(self._order) - 1:
+            self._reduction.watch(self._stages[OUTSIDE])
 
-    def finish(self, parameters: list[nn.Parameter]) -> None:
-        """Sum the gradients over the replicas."""
-        sum_gradients([parameter for parameter in parameters if parameter.requires_grad], self._mesh.data_group)
+    def finish(self) -> None:
+        """Wait for the sums over the replicas."""
+        if self._reduction is not None and self._reduce:
+            self._reduction.finish()
+
+    def abandon(self) -> None:
+        """Watch no backward pass that may follow elsewhere."""
+        if self._reduction is not None:
+            self._reduction.reset()
 
     def gather(self) -> None:
         """Everything is whole."""
 
     def scatter(self) -> None:
         """Everything stays whole."""
+
+    def _prepare(self) -> None:
+        """Make the buckets, anew where parameters have been frozen or thawed."""
+        stages = self._parameters_of_stages()
+        parameters = [parameter for of_stage in stages.values() for parameter in of_stage]
+        known = self._reduction.parameters if self._reduction else []
+        if len(known) != len(parameters) or any(a is not b for a, b in zip(known, parameters, strict=True)):
+            self._reduction = Reduction(parameters, self._group) if parameters else None
+        elif self._reduction is not None:
+            self._reduction.reset()
+        self._stages = stages
+
+    def _parameters_of_stages(self) -> dict[int, list[nn.Parameter]]:
+        """The stages from the last to the first, then what lies outside the blocks; in each, the last one first."""
+        here = self._cut.stages if self._cut else [0]
+        stages: dict[int, list[nn.Parameter]] = {stage: [] for stage in [*sorted(here, reverse=True), OUTSIDE]}
+        owner: dict[int, int] = {}
+        if self._cut:
+            for name, parameter in self._cut.parameters.items():
+                mine = self._cut.block_stages.get(name, set())
+                if len(mine) == 1 and name not in self._cut.outside:
+                    owner[id(parameter)] = next(iter(mine))
+        for parameter in reversed(list(self._root.parameters())):
+            if parameter.requires_grad:
+                stages[owner.get(id(parameter), OUTSIDE if self._cut else 0)].append(parameter)
+        return stages
 
 
 class _Step(nn.Module):
@@ -145,8 +201,11 @@ class Sharded:
         _set_last(self._root, last=last)
         self._root.set_is_last_backward(last)
 
-    def finish(self, parameters: list[nn.Parameter]) -> None:
+    def finish(self) -> None:
         """The backward passes have reduced everything."""
+
+    def abandon(self) -> None:
+        """The parameters stay sharded."""
 
     def gather(self) -> None:
         """Gather the parameters of all modules."""

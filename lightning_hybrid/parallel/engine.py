@@ -73,7 +73,7 @@ class Engine:
         self.num_stages = mesh.layout.pipeline * num_chunks
         self.num_samples = 1
         self.executor = Executor(mesh, self.num_stages)
-        self.data: DataParallel = Replicated(mesh)
+        self.data: DataParallel = Replicated(cut, root, mesh)
         self.ownership: Ownership | None = None
         self._zero_stage, self.seed = zero_stage, seed
         self._plans: dict[Hashable, dict[int, Plan]] = {}
@@ -155,9 +155,13 @@ class Engine:
             work = Work(
                 program, plans, self._forward(step, plans), seed, weight, self.data.before_backward, self._forget
             )
-            self.executor.run(work)
+            try:
+                self.executor.run(work)
+            except BaseException:
+                self.data.abandon()
+                raise
         if reduce:
-            self.data.finish(self.local_parameters())
+            self.data.finish()
             if self.cut is not None and self.ownership is not None:
                 self.ownership.sum_shared_gradients(self.cut)
 

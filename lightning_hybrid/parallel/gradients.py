@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-BUCKET_BYTES = 64 * 2**20
+BUCKET_BYTES = 25 * 2**20  # as in DDP; the C library's allocator also keeps that much for the next step
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) 
     device = local(parameters[0]).device
     present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32, device=device)
     work = dist.all_reduce(present, group=group, async_op=True)
-    for bucket in _buckets(parameters):
+    for bucket in make_buckets(parameters):
         gradients = [local(p.grad if p.grad is not None else torch.zeros_like(p)) for p in bucket]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         dist.all_reduce(flat, group=group)
@@ -97,14 +97,22 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | float) 
         gradient.mul_(factor.to(gradient.dtype) if isinstance(factor, Tensor) else factor)
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    buckets: dict[torch.dtype, list[list[nn.Parameter]]] = defaultdict(lambda: [[]])
+def make_buckets(parameters: Sequence[nn.Parameter], first_bytes: int | None = None) -> list[list[nn.Parameter]]:
+    """Part parameters into buckets of one type, in order of their last members.
+
+    Args:
+        parameters: In order.
+        first_bytes: Size of the first bucket of each type, if it is to be another.
+    """
+    full: list[list[nn.Parameter]] = []
+    growing: dict[torch.dtype, list[nn.Parameter]] = {}
     sizes: dict[torch.dtype, int] = defaultdict(int)
+    limits: dict[torch.dtype, int] = defaultdict(lambda: BUCKET_BYTES if first_bytes is None else first_bytes)
     for parameter in parameters:
-        size = local(parameter).numel() * parameter.element_size()
-        if sizes[parameter.dtype] + size > BUCKET_BYTES and buckets[parameter.dtype][-1]:
-            buckets[parameter.dtype].append([])
-            sizes[parameter.dtype] = 0
-        buckets[parameter.dtype][-1].append(parameter)
-        sizes[parameter.dtype] += size
-    return [bucket for of_dtype in buckets.values() for bucket in of_dtype]
+        dtype, size = parameter.dtype, local(parameter).numel() * parameter.element_size()
+        if dtype in growing and sizes[dtype] + size > limits[dtype]:
+            full.append(growing.pop(dtype))
+            sizes[dtype], limits[dtype] = 0, BUCKET_BYTES
+        growing.setdefault(dtype, []).append(parameter)
+        sizes[dtype] += size
+    return full + list(growing.values())

@@ -45,7 +45,7 @@ def window_on(data, root, rank, batches=WINDOW):
         for (stage, i), result in zip(order, results, strict=True):
             data.before_backward(stage, i)
             result.output.backward()
-    data.finish(list(root.parameters()))
+    data.finish()
 
 
 def full(tensor):
@@ -55,7 +55,7 @@ def full(tensor):
 def trained(kind):
     mesh = Mesh(Layout(1, 2), device=CPU)
     root = Model()
-    data = Replicated(mesh)
+    data = Replicated(None, root, mesh)
     if kind != "replicated":
         cut = StageCut(root, [f"blocks.{i}" for i in range(3)], [3], pipeline=1, rank=0, device=CPU)
         data = Sharded(cut if kind == "cut" else None, root, mesh)
