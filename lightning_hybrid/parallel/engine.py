@@ -180,6 +180,13 @@ class Engine:
             self.executor.run(Work(program, plans, forward_and_take, _no_seed, lambda _: None, _nothing, _nothing))
         self._runs.clear()
 
+    def run_whole(self, step: Step) -> Any:
+        """Call a step that has one micro-batch and runs its own backward passes, on a pipeline of one stage."""
+        with self._streams():
+            if self.mesh.layout.data > 1:
+                self._start_streams(step, 0)
+            return step.call(0)
+
     def prepare_evaluation(self) -> None:
         """Gather parameters, and give all replicas the buffers of the first, as its checkpoint has them."""
         self.data.gather()

@@ -64,6 +64,13 @@ def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) 
             parameter.grad = None
 
 
+def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Make gradients the mean over the ranks of a group; a mean that was made before stays what it is."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    sum_gradients(trained, group)
+    scale_gradients(trained, 1.0 / group.size())
+
+
 def gradient_norm(parameters: Iterable[nn.Parameter], *, norm_type: float = 2.0, device: torch.device) -> Tensor:
     """Norm of the gradients of the whole model.
 

@@ -19,6 +19,7 @@ from lightning.pytorch.plugins import Precision
 from torch.optim import LBFGS, Optimizer
 
 from lightning_hybrid.compat import sync_batchnorm
+from lightning_hybrid.parallel.mesh import Layout
 
 SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved_1f1b")
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "64-true")
@@ -92,16 +93,22 @@ def check_precision(precision: Precision) -> None:
         )
 
 
-def check_module(module: LightningModule) -> None:
+def check_module(module: LightningModule, layout: Layout, num_microbatches: int | str) -> None:
     """Refuse what cannot run as several micro-batches, replicas or stages.
+
+    Args:
+        module: The user's module.
+        layout: Sizes of the axes.
+        num_microbatches: As given.
 
     Raises:
         ValueError: Naming the feature and the way out.
     """
-    if not module.automatic_optimization:
+    if not module.automatic_optimization and (layout.pipeline > 1 or num_microbatches not in ("auto", 1)):
         raise ValueError(
-            "automatic_optimization=False: the backward passes belong to the pipeline's schedule. "
-            "Let Lightning optimize, or use strategy='ddp'."
+            "automatic_optimization=False: the backward passes belong to the pipeline's schedule, with "
+            f"pipeline_parallel_size={layout.pipeline} and num_microbatches={num_microbatches}. Let Lightning "
+            "optimize, or set both to 1, where manual optimization and several optimizers work."
         )
     if "dataloader_iter" in signature(module.training_step).parameters:
         raise ValueError("training_step(self, dataloader_iter) is not supported: the strategy cuts each batch itself.")

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hybrid.parallel.executor import Event
+from lightning_hybrid.parallel.gradients import average_gradients
 from lightning_hybrid.strategies import checks
 from lightning_hybrid.strategies.assembly import Assembly, Ground, assemble, survey
 from lightning_hybrid.strategies.evaluation import Evaluation, next_epoch
@@ -145,7 +146,7 @@ class HybridPTDPStrategy(ProcessStrategy):
         """Make the optimizers over the whole module, and note which parameters they have."""
         self.setup_optimizers(trainer)
         if not self._is_plain or trainer.accumulate_grad_batches > 1:
-            checks.check_module(module)
+            checks.check_module(module, self.ground.mesh.layout, self.options["num_microbatches"])
             checks.check_trainer(trainer)
             checks.check_optimizers(self.optimizers)
         return ParameterGroups(self.optimizers, module)
@@ -172,14 +173,20 @@ class HybridPTDPStrategy(ProcessStrategy):
         if self._is_plain and self.assembly.module.trainer.accumulate_grad_batches == 1:
             return super().training_step(*args, **kwargs)
         args = (*args, *kwargs.values())
+        if not self.assembly.module.automatic_optimization:
+            return self._training.step_by_hand(self.assembly, self.precision_plugin, args)
         return self._training.step(self.assembly, self.precision_plugin, args, record=self.record_timeline)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """The schedule has run autograd; only the hooks around it are left, and the gradients to be installed."""
+        module, mesh = self.assembly.module, self.ground.mesh
+        if not module.automatic_optimization and mesh.layout.data > 1:
+            loss = super().backward(self._training.weigh(closure_loss, mesh), optimizer, *args, **kwargs)
+            average_gradients(module.parameters(), mesh.data_group)
+            return loss
         if not self._training.has_run:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        module = self.assembly.module
         self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, module)
         self._training.install()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from lightning_hybrid.parallel.mesh import Mesh
 
 LOSS = "loss"
 
@@ -49,6 +53,33 @@ class Window:
                 f"{num_plain:.0f} of the same accumulation window. Return it always or never."
             )
         self.weight += weight if num_weighted else 0.0
+
+
+class Shares:
+    """Each micro-batch's share of the samples of a batch over all replicas, by Lightning's rule for accumulation.
+
+    Args:
+        mesh: Groups of this rank; all replicas make one together.
+        sizes: Samples of this replica's micro-batches.
+        accumulate: `accumulate_grad_batches`.
+
+    Attributes:
+        sizes: As given.
+    """
+
+    def __init__(self, mesh: Mesh, sizes: Sequence[int], accumulate: int) -> None:
+        self.sizes, self._accumulate, self._total = sizes, accumulate, float(sum(sizes))
+        self._work: Any = None
+        if mesh.layout.data > 1:  # the sum travels while the first micro-batches compute
+            self._sum = torch.tensor(sum(sizes), device=mesh.device)
+            self._work = dist.all_reduce(self._sum, group=mesh.data_group, async_op=True)
+
+    def __call__(self, micro_batch: int) -> float:
+        """The share of one micro-batch."""
+        if self._work is not None:
+            self._work.wait()
+            self._work, self._total = None, float(self._sum)
+        return self.sizes[micro_batch] / self._total / self._accumulate
 
 
 def refuse_all_gather(*args: Any, **kwargs: Any) -> NoReturn:

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from lightning_hybrid.functional.schedules import usable_microbatches
 from lightning_hybrid.parallel.engine import Engine, Step, divide_gradients
 from lightning_hybrid.parallel.microbatch import batch_size, check_visible, split_batch, structure_key
 from lightning_hybrid.strategies.loaders import check_same_batch
-from lightning_hybrid.strategies.losses import LOSS, Counts, Window, check_loss, loss_of, refuse_all_gather
+from lightning_hybrid.strategies.losses import LOSS, Counts, Shares, Window, check_loss, loss_of, refuse_all_gather
 from lightning_hybrid.strategies.metric_objects import MetricObjects
 from lightning_hybrid.strategies.predictions import gather_predictions, share_of
 from lightning_hybrid.strategies.records import Exchange, Key, Recorder, outputs, replay
@@ -84,12 +83,11 @@ class StepRunner:
         """
         parts, sizes = self._split(args[0], "training_step")
         recorder, counts = self._recorder(), Counts()
-        total = self._start_total(sum(sizes))
+        share = Shares(self.engine.mesh, sizes, accumulate)
         step = self._step("training_step", parts, sizes, args, context, recorder, name)
         plans = self.engine.prepare(step, training=True)
         on_planned()
         weighted = bool(plans) and all(plan.weighted for of_stage in plans for plan in of_stage.values())
-        share = partial(self._share, sizes, total, accumulate)
         self.engine.train(
             step,
             plans,
@@ -116,6 +114,22 @@ class StepRunner:
         values.setdefault(LOSS, torch.zeros((), device=self.engine.mesh.device))
         values |= self._whole or {}
         return values if len(values) > 1 else values[LOSS]
+
+    def train_by_hand(self, args: Sequence[Any], context: Context, shares: Shares, *, name: tuple[object, ...]) -> Any:
+        """One training batch of a module that optimizes manually: its own backward passes and steps, uncut.
+
+        Returns:
+            What the user's step returned, with scalars combined over the replicas.
+        """
+        recorder, samples = self._recorder(), shares.sizes[0]
+        self.engine.num_samples = samples
+        step = self._step("training_step", [args[0]], [samples], args, context, recorder, name)
+        self._whole = {}
+        self._record_outputs(recorder, self.engine.run_whole(step), samples)
+        combined, _ = self._exchange("training_step").combine(recorder.entries, [])
+        self._replay(combined, on_step=True)
+        values = {**outputs(combined), **self._whole}
+        return values.pop("") if "" in values else values or None
 
     def evaluate(
         self, hook: str, args: Sequence[Any], context: Context, *, name: tuple[object, ...], counts: bool
@@ -207,7 +221,7 @@ class StepRunner:
         def call(micro_batch: int) -> Any:
             with recorder.recording(sizes[micro_batch]), self._gathering(len(parts)), context():
                 output = function(parts[micro_batch], *args[1:])
-            if hook == "training_step":
+            if hook == "training_step" and self.module.automatic_optimization:
                 check_loss(output)  # in the probe already, where all ranks hear of it
             return output
 
@@ -236,29 +250,6 @@ class StepRunner:
     def _replay(self, combined: Mapping[Key, tuple[Tensor, float]], *, on_step: bool) -> None:
         self.metrics.finish_step(combined, on_step=on_step)
         replay(self.module, combined)
-
-    def _start_total(self, samples: int) -> Callable[[], float]:
-        """Samples of this batch over all replicas; the sum travels while the first micro-batches compute."""
-        mesh = self.engine.mesh
-        if mesh.layout.data == 1:
-            return lambda: samples
-        total = torch.tensor(samples, device=mesh.device)
-        work = dist.all_reduce(total, group=mesh.data_group, async_op=True)
-        assert work is not None
-        known: list[float] = []
-
-        def wait() -> float:
-            if not known:
-                work.wait()
-                known.append(float(total))
-            return known[0]
-
-        return wait
-
-    @staticmethod
-    def _share(sizes: list[int], total: Callable[[], float], accumulate: int, micro_batch: int) -> float:
-        """A micro-batch's share of the samples of the batch over all replicas, by Lightning's rule for accumulation."""
-        return sizes[micro_batch] / total() / accumulate
 
     def _seed(
         self,

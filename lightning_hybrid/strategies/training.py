@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch.plugins import Precision
+from torch import Tensor
 
 from lightning_hybrid.compat import is_accumulating
 from lightning_hybrid.parallel.gradients import install_gradients, take_gradients
+from lightning_hybrid.parallel.mesh import Mesh
+from lightning_hybrid.parallel.microbatch import batch_size
 from lightning_hybrid.strategies.assembly import Assembly
+from lightning_hybrid.strategies.losses import Shares
 
 
 class Training:
@@ -49,6 +53,17 @@ class Training:
         )
         self._taken = take_gradients(engine.local_parameters())
         return output
+
+    def step_by_hand(self, assembly: Assembly, precision: Precision, args: Sequence[Any]) -> Any:
+        """Run one batch of a module that optimizes manually."""
+        trainer, mesh = assembly.module.trainer, assembly.engine.mesh
+        self._shares = Shares(mesh, [batch_size(args[0])], 1)
+        name = (trainer.current_epoch, trainer.fit_loop.batch_idx)
+        return assembly.runner.train_by_hand(args, precision.train_step_context, self._shares, name=name)
+
+    def weigh(self, loss: Tensor, mesh: Mesh) -> Tensor:
+        """A loss of a manual step, such that its mean over the replicas gives each sample the same weight."""
+        return loss * (self._shares(0) * mesh.layout.data)
 
     def install(self) -> None:
         """Give the optimizer what the last step took away from `zero_grad`."""
