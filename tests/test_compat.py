@@ -129,11 +129,11 @@ def test_launcher_leaves_processes_alone_that_others_have_started(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")  # else the launcher chooses it
-    launcher = compat.subprocess_launcher(TorchElasticEnvironment(), 2, 1)
+    launcher = compat.SubprocessLauncher(TorchElasticEnvironment(), 2, 1)
     assert launcher.launch(lambda value: value + 1, 2) == 3
     assert not launcher.is_interactive_compatible
     with pytest.raises(ValueError, match="does not match the world size"):
-        compat.subprocess_launcher(TorchElasticEnvironment(), 3, 1).launch(int)
+        compat.SubprocessLauncher(TorchElasticEnvironment(), 3, 1).launch(int)
 
 
 def gathered(groups):
