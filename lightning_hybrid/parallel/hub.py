@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from lightning_hybrid.parallel.failure import Failure
+from lightning_hybrid.parallel.failure import Failure, this_process
 
 CHUNK = 65_536  # bytes read at a time
 LOOPBACK = ("127.0.0.1", "localhost")
@@ -41,11 +41,12 @@ if hasattr(os, "register_at_fork"):
 
 
 class Address(NamedTuple):
-    """Where a hub listens, and the word by which it knows members."""
+    """Where a hub listens, the word by which it knows members, and the process it is in."""
 
     host: str
     port: int
     token: str
+    process: str
 
 
 @dataclass
@@ -93,7 +94,7 @@ class Hub:
     def __init__(self, size: int, host: str) -> None:
         self._size = size
         self._listener = keep_from_forks(_listen(host))
-        self.address = Address(host, self._listener.getsockname()[1], secrets.token_hex(16))
+        self.address = Address(host, self._listener.getsockname()[1], secrets.token_hex(16), this_process())
         self._members: dict[socket.socket, _Member] = {}
         self._failures: dict[int, Failure] = {}
         self._first: Failure | None = None

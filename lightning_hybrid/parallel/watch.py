@@ -46,14 +46,12 @@ class Watch:
         rank: World rank of this process.
         parent: Process that must outlive this one; None where there is no such.
         end: Called with the last words when the process has to end.
-        grace: Seconds until then, after another rank failed.
     """
 
-    def __init__(
-        self, rank: int, *, parent: int | None = None, end: Callable[[str], object] = end_process, grace: float = GRACE
-    ) -> None:
-        self.rank, self._parent, self._end, self._grace = rank, parent, end, grace
+    def __init__(self, rank: int, *, parent: int | None = None, end: Callable[[str], object] = end_process) -> None:
+        self.rank, self._parent, self._end = rank, parent, end
         self._socket: socket.socket | None = None
+        self._process_of_rank_0 = ""
         self._lines = Lines()
         self._first: Failure | None = None
         self._deadline: float | None = None
@@ -76,7 +74,7 @@ class Watch:
                 stacklevel=2,
             )
             return
-        self._socket = end
+        self._socket, self._process_of_rank_0 = end, address.process
         self._wake.set()
 
     def report(self, failure: Failure) -> None:
@@ -137,7 +135,7 @@ class Watch:
                 self._hear(message)
         elif not self._stopped.is_set():
             self._is_free = True
-            self._learn(Failure.vanished(0, "its process"))
+            self._learn(Failure.vanished(0, self._process_of_rank_0))
         return None
 
     def _hear(self, message: dict[str, Any]) -> None:
@@ -152,7 +150,7 @@ class Watch:
         if self._first is None and failure.rank != self.rank:
             self._first = failure
             if not self._has_failed:
-                self._deadline = time.monotonic() + self._grace
+                self._deadline = time.monotonic() + GRACE
             self._knows.set()
 
     def _look(self) -> None:
