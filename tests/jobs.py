@@ -11,10 +11,11 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hybrid.parallel import watch
 from tests.launch import _context, _free_port
-from tests.small import Small, hybrid, loader
+from tests.small import Small, hybrid, samples
 
 MESSAGE = "the message of the rank that failed"
 LIMIT = 40  # seconds in which a job has to end on a busy machine; alone it takes about 2
@@ -86,7 +87,8 @@ class Fault(Callback):
 
     Args:
         rank: Which one.
-        moment: "start", "forward", "backward", "save", "write" (of rank 0's file) or "epoch end".
+        moment: "early" (before the process group), "start", "forward", "backward", "save", "write" (of rank 0's file)
+            or "epoch end".
         way: "kill", "raise", or "hang": the others hang, as ranks do whose backend does not notice that a peer is gone.
     """
 
@@ -143,6 +145,10 @@ class Struck(Small):
         if self.trainer.training and self.trainer.global_step == 1:
             self.fault[0].at("backward", self.trainer)
 
+    def configure_callbacks(self):
+        self.fault[0].at("early", self.trainer)
+        return []
+
     def setup(self, stage):
         for block in self.blocks:
             block.register_full_backward_pre_hook(self.backward_hook)
@@ -155,10 +161,20 @@ def strike(folder, rank, moment, way):
     train(Struck(fault), callbacks=[fault, checkpoint], max_epochs=2)
 
 
-def train(module, **options):
+def train(module, pipeline=2, **options):
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = Trainer(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=hybrid(2), **quiet, **options)
-    trainer.fit(module, loader(16, 4), loader(8, 4) if is_overridden("validation_step", module) else None)
+    devices = int(os.environ.get("WORLD_SIZE", 2))
+    trainer = Trainer(accelerator="cpu", devices=devices, strategy=hybrid(pipeline), **quiet, **options)
+    data = devices // pipeline
+    validation = share(8, data) if is_overridden("validation_step", module) else None
+    trainer.fit(module, share(16, data), validation)
+
+
+def share(number, data):
+    """This replica's share of batches of four samples, in order; there is no group yet that could tell the rank."""
+    dataset, rank = samples(number), int(os.environ.get("RANK", 0))
+    sampler = DistributedSampler(dataset, data, rank % data, shuffle=False) if data > 1 else None
+    return DataLoader(dataset, 4 // data, sampler=sampler)
 
 
 def check_clean_end(ended, folder, rank, way, cause=MESSAGE):
@@ -167,7 +183,7 @@ def check_clean_end(ended, folder, rank, way, cause=MESSAGE):
     assert 0 not in ended.codes, str(ended)
     if "raise" in way:
         assert f"ArithmeticError: {cause}" in ended.logs[rank], str(ended)
-        assert "failed first" not in ended.logs[rank], str(ended)
+        assert "RuntimeError: Rank" not in ended.logs[rank], str(ended)
     for other, log in enumerate(ended.logs):
         first = f"ank {rank} failed first: " + ("its process (" if "kill" in way else f"ArithmeticError: {cause}")
         assert other == rank or first in log, str(ended)
@@ -191,6 +207,9 @@ class Stopped(Small):
             self.stop("training")
         return super().training_step(batch, batch_idx)
 
+    def on_train_end(self):
+        self.stop("end")
+
     def validation_step(self, batch, batch_idx):
         self.stop("validation")
         self.log("val", self.loss(batch))
@@ -203,9 +222,31 @@ class Note(Callback):
         print(f"left by {type(exception).__name__} at step {trainer.global_step}", flush=True)
 
 
-def stop(folder, ranks, hook, callbacks):
+class Fails(Callback):
+    """Raises on the given ranks after the third batch."""
+
+    def __init__(self, ranks, error):
+        self.ranks, self.error = ranks, error
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 2 and trainer.global_rank in self.ranks:
+            raise self.error(MESSAGE)
+
+
+class FailsInside(Stopped):
+    def stop(self, hook):
+        if hook == "training" and self.trainer.global_rank in self.ranks:
+            raise ArithmeticError(MESSAGE)
+
+
+def fail(folder, ranks, callbacks, inside=False, error=ArithmeticError):
+    module = FailsInside(ranks, "") if inside else Small()
+    train(module, callbacks=[*([] if inside else [Fails(ranks, error)]), *callbacks], max_epochs=1)
+
+
+def stop(folder, ranks, hook, callbacks, pipeline=2):
     before = signal.getsignal(signal.SIGTERM)
     try:
-        train(Stopped(ranks, hook), callbacks=[Note(), *callbacks], max_epochs=2, val_check_interval=2)
+        train(Stopped(ranks, hook), pipeline, callbacks=[Note(), *callbacks], max_epochs=2, val_check_interval=2)
     finally:
         assert signal.getsignal(signal.SIGTERM) is before

@@ -1,13 +1,16 @@
 """Whatever happens to one rank, all of them end soon, say why, and leave no checkpoint that is not whole."""
 
+import os
 import random
+import time
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from tests.jobs import check_clean_end, run_job, stop, strike
+from tests.jobs import MESSAGE, check_clean_end, fail, run_job, stop, strike
 from tests.small import Small, fit, loader, weights
+from tests.test_launchers import free_port, output_of, start
 
 MOMENTS = ["start", "forward", "backward", "save", "write", "epoch end"]
 SHORT = [
@@ -32,6 +35,41 @@ def test_all_ranks_end_when_one_is_struck(rank, moment, way, tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    ("starter", "rank", "moment", "way"),
+    [
+        ("lightning", 0, "early", "raise"),
+        ("lightning", 1, "early", "raise"),
+        ("lightning", 0, "forward", "kill"),
+        ("lightning", 1, "forward", "kill"),
+        ("lightning", 0, "epoch end", "raise hang"),
+        ("torchrun", 1, "epoch end", "kill hang"),
+        ("torchrun", 0, "backward", "raise"),
+    ],
+)
+def test_no_process_is_left_when_a_launcher_starts_them(starter, rank, moment, way, tmp_path):
+    script = ["-m", "tests.struck", tmp_path, rank, moment, way]
+    if starter == "torchrun":
+        script = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}", *script]
+    process = start(*script)
+    output = output_of(process)
+    assert process.returncode != 0
+    assert f"ArithmeticError: {MESSAGE}" in output or f"ank {rank} failed first: its process (" in output, output
+    assert wait_until_gone(process.pid), output
+
+
+def wait_until_gone(session, seconds=20):
+    """Whether no process of a session is left."""
+    for _ in range(10 * seconds):
+        try:
+            os.killpg(session, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.full
 def test_all_ranks_end_whenever_one_is_struck(tmp_path):
     for number, (rank, moment, way) in enumerate(draws()):
         folder = tmp_path / str(number)
@@ -41,10 +79,16 @@ def test_all_ranks_end_whenever_one_is_struck(tmp_path):
 
 def test_sigterm_to_any_rank_makes_all_leave_after_the_same_batch_with_a_checkpoint(tmp_path):
     """The checkpoint is that of one process after as many steps."""
-    for ranks, hook, step in [((0,), "training", 3), ((1,), "training", 3), ((0, 1), "validation", 2)]:
-        folder = tmp_path / f"{hook}-{ranks}"
+    signals = [
+        ((0,), "training", 3, 2),
+        ((1,), "training", 3, 2),
+        ((0, 1), "validation", 2, 2),
+        ((1,), "validation", 2, 1),
+    ]
+    for ranks, hook, step, pipeline in signals:
+        folder = tmp_path / f"{hook}-{ranks}-{pipeline}"
         folder.mkdir()
-        ended = run_job(2, stop, folder, ranks, hook, [ModelCheckpoint(folder, monitor="val")])
+        ended = run_job(2, stop, folder, ranks, hook, [ModelCheckpoint(folder, monitor="val")], pipeline)
         assert ended.codes == [0, 0], str(ended)
         assert all(log.count(f"left by SIGTERMException at step {step}") == 1 for log in ended.logs), str(ended)
         assert "sigterm.ckpt at step" in ended.logs[0]
@@ -65,3 +109,45 @@ def test_callback_for_exceptions_saves_on_sigterm(kind, tmp_path):
     assert "sigterm.ckpt" not in files
     saved = files["mine.ckpt" if kind == "own" else "epoch=0-step=3.ckpt"]
     assert torch.load(saved, weights_only=True)["global_step"] == 3
+
+
+def saving(folder):
+    return [OnExceptionCheckpoint(folder, "mine"), ModelCheckpoint(folder, "model-{step}", save_on_exception=True)]
+
+
+def test_error_of_one_rank_is_not_saved_and_the_warning_names_it(tmp_path):
+    ended = run_job(2, fail, tmp_path, (1,), saving(tmp_path))
+    check_clean_end(ended, tmp_path, 1, "raise")
+    warning = f"No checkpoint is saved on this exception: rank 1 failed first: ArithmeticError: {MESSAGE}"
+    assert all(warning in log for log in ended.logs), str(ended)
+    assert not list(tmp_path.glob("*.ckpt"))
+
+
+def test_error_of_all_ranks_after_the_same_batch_is_saved(tmp_path):
+    ended = run_job(2, fail, tmp_path, (0, 1), saving(tmp_path))
+    assert ended.codes == [1, 1], str(ended)
+    assert all("No checkpoint is saved" not in log for log in ended.logs), str(ended)
+    assert all(f"ArithmeticError: {MESSAGE}" in log for log in ended.logs), str(ended)
+    for name in ("mine.ckpt", "model-step=3.ckpt"):
+        assert torch.load(tmp_path / name, weights_only=True)["global_step"] == 3
+
+
+def test_error_inside_a_step_is_not_saved_even_if_all_ranks_raise_it(tmp_path):
+    ended = run_job(2, fail, tmp_path, (0, 1), saving(tmp_path), True)
+    assert None not in ended.codes
+    assert 0 not in ended.codes
+    assert any("it was raised inside a step (rank" in log for log in ended.logs), str(ended)
+    assert not list(tmp_path.glob("*.ckpt"))
+
+
+def test_interrupt_of_one_rank_ends_all(tmp_path):
+    ended = run_job(2, fail, tmp_path, (1,), [], False, KeyboardInterrupt)
+    assert ended.codes == [1, 1], str(ended)
+    assert "ank 1 failed first: KeyboardInterrupt" in ended.logs[0], str(ended)
+
+
+def test_signal_after_the_last_batch_is_a_warning(tmp_path):
+    ended = run_job(2, stop, tmp_path, (0,), "end", [])
+    assert ended.codes == [0, 0], str(ended)
+    assert "SIGTERM came after the last batch" in ended.logs[0]
+    assert "SIGTERM" not in ended.logs[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -66,7 +67,7 @@ def judge(watch: Watch, trainer: Trainer, error: BaseException) -> tuple[BaseExc
         return RuntimeError(_upper(other.describe())), lambda: _alone(summary)
     failure = Failure.of(error, watch.rank, "" if is_inside_step(error) else _place(trainer))
     watch.report(failure)
-    return error, lambda: _reason(watch, failure)
+    return error, cache(lambda: _reason(watch, failure))
 
 
 def is_inside_step(error: BaseException) -> bool:

@@ -76,6 +76,7 @@ class ProcessStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         check_world(self.cluster_environment, self.num_processes, self.num_nodes, self.options)
         if trainer is not None and self.num_nodes * self.num_processes > 1:
+            self.signals = Signals()
             self.signals.install(trainer)
 
     def set_world_ranks(self) -> None:
@@ -106,6 +107,8 @@ class ProcessStrategy(ParallelStrategy):
         """Stop watching the other ranks; what they and this process do from now on is no failure."""
         if self._saving is not None:
             self._saving.release()
+        else:
+            self.signals.warn_if_late()
         if self._watch is not None:
             self._watch.stop()
         if self._hub is not None:

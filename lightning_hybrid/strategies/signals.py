@@ -7,6 +7,7 @@ every step exchanges anyway, so all ranks hear of a signal to any of them at the
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,7 +36,6 @@ class Signals:
 
     def install(self, trainer: Trainer) -> None:
         """Take the place of Lightning's handlers; Lightning still registers, composes and restores them."""
-        self.__init__()  # type: ignore[misc]
 
         def terminate(number: int, frame: Any) -> None:
             self._terminate = True
@@ -61,6 +61,11 @@ class Signals:
             set_received_sigterm(trainer)  # Lightning raises SIGTERMException at the end of the batch
         if requeue > 0:
             self._requeue, self._requeue_agreed = False, True
+
+    def warn_if_late(self) -> None:
+        """Say that a signal came too late to act on."""
+        if self._terminate and not self.agreed:
+            warnings.warn("SIGTERM came after the last batch: the run has ended as if it had not.", stacklevel=2)
 
     def requeue_if_agreed(self) -> None:
         """Save and ask SLURM for a requeue, as Lightning does; every rank calls it between two batches."""
