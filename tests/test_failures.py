@@ -1,8 +1,6 @@
 """Whatever happens to one rank, all of them end soon, say why, and leave no checkpoint that is not whole."""
 
-import os
 import random
-import time
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from tests.jobs import MESSAGE, check_clean_end, fail, run_job, stop, strike
 from tests.small import Small, fit, loader, weights
-from tests.test_launchers import free_port, output_of, start
+from tests.test_launchers import free_port, is_gone, output_of, start
 
 MOMENTS = ["start", "forward", "backward", "save", "write", "epoch end"]
 SHORT = [
@@ -55,18 +53,7 @@ def test_no_process_is_left_when_a_launcher_starts_them(starter, rank, moment, w
     output = output_of(process)
     assert process.returncode != 0
     assert f"ArithmeticError: {MESSAGE}" in output or f"ank {rank} failed first: its process (" in output, output
-    assert wait_until_gone(process.pid), output
-
-
-def wait_until_gone(session, seconds=20):
-    """Whether no process of a session is left."""
-    for _ in range(10 * seconds):
-        try:
-            os.killpg(session, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.1)
-    return False
+    assert is_gone(process.pid), output
 
 
 @pytest.mark.full
@@ -75,6 +62,12 @@ def test_all_ranks_end_whenever_one_is_struck(tmp_path):
         folder = tmp_path / str(number)
         folder.mkdir()
         check_clean_end(run_job(2, strike, folder, rank, moment, way), folder, rank, way)
+
+
+def test_sigterm_to_a_single_process_saves_too(tmp_path):
+    ended = run_job(1, stop, tmp_path, (0,), "training", [ModelCheckpoint(tmp_path, monitor="val")], 1)
+    assert ended.codes == [0], str(ended)
+    assert torch.load(tmp_path / "sigterm.ckpt", weights_only=True)["global_step"] == 3
 
 
 def test_sigterm_to_any_rank_makes_all_leave_after_the_same_batch_with_a_checkpoint(tmp_path):

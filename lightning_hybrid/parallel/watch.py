@@ -18,7 +18,7 @@ from lightning_hybrid.parallel.failure import Failure, this_process
 from lightning_hybrid.parallel.hub import CHUNK, Address, Lines, encode, keep_from_forks
 
 POLL = 1.0  # seconds between looks at the parent and the clock
-GRACE = 5.0  # seconds in which a rank ends by itself after another one has failed
+GRACE = 8.0  # seconds in which a rank ends by itself after another one has failed
 LAST_WORDS = 60.0  # seconds that a rank that raised may spend in hooks for exceptions
 
 

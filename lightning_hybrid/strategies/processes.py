@@ -130,7 +130,7 @@ class ProcessStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if isinstance(exception, SIGTERMException) and self.signals.agreed:
+        if isinstance(exception, SIGTERMException) and (self.signals.agreed or self.world_size == 1):
             assert self.lightning_module is not None
             save_after_sigterm(self.lightning_module.trainer)
 
