@@ -17,10 +17,11 @@ SHORT = [
     (0, "backward", "kill"),
     (1, "epoch end", "raise hang"),
     (0, "epoch end", "kill hang"),
+    (3, "forward", "raise"),
 ]
 
 
-def draws(number=20, size=2):
+def draws(size, number=20):
     """Where, when and how a job is struck; "write" is rank 0's, since it alone writes."""
     draw = random.Random(5)
     faults = [(draw.randrange(size), draw.choice(MOMENTS), draw.choice(["kill", "raise"])) for _ in range(number)]
@@ -29,7 +30,8 @@ def draws(number=20, size=2):
 
 @pytest.mark.parametrize(("rank", "moment", "way"), SHORT)
 def test_all_ranks_end_when_one_is_struck(rank, moment, way, tmp_path):
-    check_clean_end(run_job(2, strike, tmp_path, rank, moment, way), tmp_path, rank, way)
+    size = 4 if rank > 1 else 2
+    check_clean_end(run_job(size, strike, tmp_path, rank, moment, way), tmp_path, rank, way)
 
 
 @pytest.mark.full
@@ -57,11 +59,12 @@ def test_no_process_is_left_when_a_launcher_starts_them(starter, rank, moment, w
 
 
 @pytest.mark.full
-def test_all_ranks_end_whenever_one_is_struck(tmp_path):
-    for number, (rank, moment, way) in enumerate(draws()):
+@pytest.mark.parametrize("size", [2, 4])
+def test_all_ranks_end_whenever_one_is_struck(size, tmp_path):
+    for number, (rank, moment, way) in enumerate(draws(size)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        check_clean_end(run_job(2, strike, folder, rank, moment, way), folder, rank, way)
+        check_clean_end(run_job(size, strike, folder, rank, moment, way), folder, rank, way)
 
 
 def test_sigterm_to_a_single_process_saves_too(tmp_path):
@@ -74,15 +77,16 @@ def test_sigterm_to_any_rank_makes_all_leave_after_the_same_batch_with_a_checkpo
     """The checkpoint is that of one process after as many steps."""
     signals = [
         ((0,), "training", 3, 2),
-        ((1,), "training", 3, 2),
+        ((3,), "training", 3, 2),
         ((0, 1), "validation", 2, 2),
         ((1,), "validation", 2, 1),
     ]
     for ranks, hook, step, pipeline in signals:
         folder = tmp_path / f"{hook}-{ranks}-{pipeline}"
         folder.mkdir()
-        ended = run_job(2, stop, folder, ranks, hook, [ModelCheckpoint(folder, monitor="val")], pipeline)
-        assert ended.codes == [0, 0], str(ended)
+        size = 4 if 3 in ranks else 2
+        ended = run_job(size, stop, folder, ranks, hook, [ModelCheckpoint(folder, monitor="val")], pipeline)
+        assert ended.codes == [0] * size, str(ended)
         assert all(log.count(f"left by SIGTERMException at step {step}") == 1 for log in ended.logs), str(ended)
         assert "sigterm.ckpt at step" in ended.logs[0]
         saved = torch.load(folder / "sigterm.ckpt", weights_only=True)
