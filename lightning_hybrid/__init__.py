@@ -3,10 +3,13 @@
 Importing the package registers its strategies, so that `Trainer(strategy="hybrid_ptdp")` finds them.
 """
 
+from functools import partial
+
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_hybrid.parallel.auxiliary import add_auxiliary_loss
 from lightning_hybrid.strategies.hybrid import HybridPTDPStrategy
+from lightning_hybrid.strategies.launching import REFUSED, refuse_launcher
 
 __all__ = ["HybridPTDPStrategy", "add_auxiliary_loss"]
 
@@ -16,3 +19,10 @@ StrategyRegistry.register(
     description="Pipeline x tensor x data parallelism for an unmodified LightningModule",
     override=True,
 )
+for _kind in REFUSED:
+    StrategyRegistry.register(
+        f"{HybridPTDPStrategy.strategy_name}_{_kind}",
+        partial(refuse_launcher, _kind),
+        description="Refused, with the reason",
+        override=True,
+    )

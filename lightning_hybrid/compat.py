@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 if TYPE_CHECKING:
-    from lightning.fabric.plugins import ClusterEnvironment
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import Strategy
     from torchmetrics import Metric
@@ -65,9 +65,26 @@ def set_step_value(metric: Metric, value: Any) -> None:
     metric._forward_cache = value
 
 
-def subprocess_launcher(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> Any:
-    """Lightning's launcher that runs the script again for each process; there is no public way to make one."""
-    return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+SubprocessLauncher = _SubprocessScriptLauncher
+"""The launcher that runs the script again for each process; there is no public class to derive from."""
+
+
+def replace_signal_handlers(
+    trainer: Trainer, terminate: Callable[[int, Any], None], requeue: Callable[[int, Any], None]
+) -> Callable[[int, Any], None]:
+    """Let Lightning register these for SIGTERM and for SLURM's requeue signal; its own communicate inside the handler.
+
+    Returns:
+        Lightning's own for the requeue signal, for every rank to call between two batches.
+    """
+    connector = trainer._signal_connector
+    vars(connector).update(_sigterm_notifier_fn=terminate, _slurm_sigusr_handler_fn=requeue)
+    return partial(type(connector)._slurm_sigusr_handler_fn, connector)
+
+
+def set_received_sigterm(trainer: Trainer) -> None:
+    """Make Lightning raise SIGTERMException at the end of the batch; its handler alone would set this."""
+    trainer._signal_connector.received_sigterm = True
 
 
 def all_gather_flat(output: Tensor, part: Tensor, group: dist.ProcessGroup | None = None) -> None:

@@ -1,6 +1,7 @@
 """Each private name of another library still does what we use it for; a test that fails here names what has moved."""
 
 import inspect
+import signal
 from pathlib import Path
 
 import pytest
@@ -129,11 +130,31 @@ def test_launcher_leaves_processes_alone_that_others_have_started(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")  # else the launcher chooses it
-    launcher = compat.subprocess_launcher(TorchElasticEnvironment(), 2, 1)
+    launcher = compat.SubprocessLauncher(TorchElasticEnvironment(), 2, 1)
     assert launcher.launch(lambda value: value + 1, 2) == 3
     assert not launcher.is_interactive_compatible
     with pytest.raises(ValueError, match="does not match the world size"):
-        compat.subprocess_launcher(TorchElasticEnvironment(), 3, 1).launch(int)
+        compat.SubprocessLauncher(TorchElasticEnvironment(), 3, 1).launch(int)
+
+
+def test_handlers_for_signals_are_those_that_lightning_would_register():
+    trainer, called = trainer_of(), []
+    own = compat.replace_signal_handlers(trainer, lambda *a: called.append("terminate"), lambda *a: called.append("x"))
+    before = signal.getsignal(signal.SIGTERM)
+    trainer._signal_connector.register_signal_handlers()
+    signal.raise_signal(signal.SIGTERM)
+    trainer._signal_connector.teardown()
+    assert called == ["terminate"]
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert own.func is type(trainer._signal_connector)._slurm_sigusr_handler_fn
+    assert trainer._signal_connector._slurm_sigusr_handler_fn is not own
+
+
+def test_flag_that_ends_training_after_a_batch_can_be_set():
+    trainer = trainer_of()
+    assert not trainer.received_sigterm
+    compat.set_received_sigterm(trainer)
+    assert trainer.received_sigterm
 
 
 def gathered(groups):

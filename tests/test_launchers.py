@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,17 @@ def output_of(process, timeout=120):
         return process.communicate(timeout=timeout)[0]
     finally:
         process.kill()
+
+
+def is_gone(session, seconds=20):
+    """Whether no process of a session is left, soon."""
+    for _ in range(10 * seconds):
+        try:
+            os.killpg(session, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def losses(*outputs):
@@ -65,4 +77,5 @@ def test_a_rank_that_fails_ends_the_job_with_its_own_message(failing):
     process = start(2, 1, failing, module="tests.launched")
     output = output_of(process)
     assert process.returncode != 0
+    assert is_gone(process.pid)
     assert "ArithmeticError: the message of the rank that failed" in output

@@ -68,7 +68,7 @@ class HybridPTDPStrategy(ProcessStrategy):
         timeout: timedelta | None = DEFAULT_TIMEOUT,
     ) -> None:
         super().__init__(process_group_backend, timeout)
-        self.options: dict[str, Any] = {
+        self.options = {
             "pipeline_parallel_size": pipeline_parallel_size,
             "tensor_parallel_size": tensor_parallel_size,
             "expert_parallel_size": expert_parallel_size,
@@ -157,6 +157,7 @@ class HybridPTDPStrategy(ProcessStrategy):
 
     @override
     def teardown(self) -> None:
+        self.leave()
         self._summary.restore()
         self._evaluation.restore()
         if self._assembly is not None:

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import os
+import signal
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hybrid.compat import subprocess_launcher
+from lightning_hybrid.parallel.hub import Hub
+from lightning_hybrid.parallel.watch import Watch, end_process
+from lightning_hybrid.strategies.failures import Saving, judge
+from lightning_hybrid.strategies.files import WholeFiles
+from lightning_hybrid.strategies.launching import Launcher, check_world, launching_parent
 from lightning_hybrid.strategies.reductions import reduce_over_data
+from lightning_hybrid.strategies.signals import Signals, save_after_sigterm
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -33,6 +42,11 @@ class ProcessStrategy(ParallelStrategy):
         super().__init__()
         self.process_group_backend, self.timeout = process_group_backend, timeout
         self.num_nodes = 1
+        self.options: dict[str, Any] = {}
+        self.signals = Signals()
+        self._watch: Watch | None = None
+        self._hub: Hub | None = None
+        self._saving: Saving | None = None
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
@@ -53,7 +67,17 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        self._launcher = subprocess_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = Launcher(
+            self.cluster_environment, self.num_processes, self.num_nodes, enter=self._enter, on_error=self._on_error
+        )
+
+    def _enter(self, trainer: Trainer | None) -> None:
+        """Before any process is started: check how many there will be, and take care of signals."""
+        assert self.cluster_environment is not None
+        check_world(self.cluster_environment, self.num_processes, self.num_nodes, self.options)
+        if trainer is not None and self.num_nodes * self.num_processes > 1:
+            self.signals = Signals()
+            self.signals.install(trainer)
 
     def set_world_ranks(self) -> None:
         """Tell the environment and the loggers of this process which rank it is."""
@@ -66,8 +90,56 @@ class ProcessStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.set_world_ranks()
-        assert self.cluster_environment is not None
-        start_process_group(self.cluster_environment, self.root_device, self.process_group_backend, self.timeout)
+        environment = self.cluster_environment
+        assert environment is not None
+        if type(self.checkpoint_io) is TorchCheckpointIO:
+            self.checkpoint_io = WholeFiles()
+        if environment.world_size() > 1:
+            self._watch = Watch(environment.global_rank(), parent=launching_parent(), end=self._end)
+        start_process_group(environment, self.root_device, self.process_group_backend, self.timeout)
+        if self._watch is not None:
+            self._hub = Hub(environment.world_size(), environment.main_address) if self.is_global_zero else None
+            address = self.broadcast(self._hub.address if self._hub is not None else None)
+            assert address is not None
+            self._watch.join(address)
+
+    def leave(self) -> None:
+        """Stop watching the other ranks; what they and this process do from now on is no failure."""
+        if self._saving is not None:
+            self._saving.release()
+        else:
+            self.signals.warn_if_late()
+        if self._watch is not None:
+            self._watch.stop()
+        if self._hub is not None:
+            self._hub.stop()
+        self._saving = self._watch = self._hub = None
+
+    def _on_error(self, trainer: Trainer | None, error: BaseException) -> BaseException:
+        """Before the hooks for exceptions, some of which would save: who failed first, and can all ranks save?"""
+        if isinstance(error, SIGTERMException) and self.signals.agreed:
+            self.on_validation_end()  # if that is where it found us, what evaluation has gathered is let go
+            return error
+        if self._watch is None or trainer is None:  # the other ranks have not met this one
+            assert isinstance(self._launcher, Launcher)
+            self._launcher.kill(signal.SIGKILL)
+            return error
+        instead, reason = judge(self._watch, trainer, error)
+        self._saving = Saving(trainer, reason)
+        return instead
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if isinstance(exception, SIGTERMException) and (self.signals.agreed or self.world_size == 1):
+            assert self.lightning_module is not None
+            save_after_sigterm(self.lightning_module.trainer)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.signals.requeue_if_agreed()
+
+    def _end(self, text: str) -> None:
+        end_process(text, [process.pid for process in getattr(self._launcher, "procs", ())])
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

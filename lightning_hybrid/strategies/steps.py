@@ -21,6 +21,7 @@ from lightning_hybrid.strategies.losses import LOSS, Counts, Shares, Window, che
 from lightning_hybrid.strategies.metric_objects import MetricObjects
 from lightning_hybrid.strategies.predictions import gather_predictions, share_of
 from lightning_hybrid.strategies.records import Exchange, Key, Recorder, outputs, replay
+from lightning_hybrid.strategies.signals import signals_of
 
 CHECKED_BATCHES = 3  # batches of each kind of step whose equality over a replica's stages is checked
 
@@ -95,14 +96,14 @@ class StepRunner:
             weight=(lambda _: None) if weighted else share,
             reduce=last,
         )
-        stop = float(self.module.trainer.should_stop)  # the step may ask for it, behind the last block
-        sums = [counts.weighted, counts.plain, stop]
+        trainer, signals = self.module.trainer, signals_of(self.module.trainer)
+        sums = [counts.weighted, counts.plain, *signals.wishes(trainer)]  # the step may ask to stop, on any stage
         combined, totals = self._exchange("training_step").combine(recorder.entries, sums)
         weight = next(
             (weight for key, (_, weight) in combined.items() if key.kind == "output" and key.name == LOSS), 0.0
         )
-        num_weighted, num_plain, num_stops = totals
-        self.module.trainer.should_stop = num_stops > 0
+        num_weighted, num_plain, *wishes = totals
+        signals.grant(trainer, wishes)
         self._window.add(num_weighted, num_plain, weight, first=first)
         if last and num_weighted:
             divide_gradients(self.engine.local_parameters(), self._window.weight)
@@ -150,9 +151,9 @@ class StepRunner:
             step = self._step(hook, parts, sizes, args, context, recorder, name)
             plans = self.engine.prepare(step, training=False)
             self.engine.evaluate(step, plans, lambda i, output: self._record_outputs(recorder, output, sizes[i]))
-        stop = float(self.module.trainer.should_stop)
-        combined, (num_stops,) = self._exchange(hook).combine(recorder.entries, [stop])
-        self.module.trainer.should_stop = num_stops > 0
+        trainer, signals = self.module.trainer, signals_of(self.module.trainer)
+        combined, wishes = self._exchange(hook).combine(recorder.entries, signals.wishes(trainer))
+        signals.grant(trainer, wishes)
         self._replay(combined, on_step=False)
         values = {**outputs(combined), **((self._whole or {}) if counts else {})}
         return values.pop("") if "" in values else values or None

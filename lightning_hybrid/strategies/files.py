@@ -1,0 +1,36 @@
+"""Checkpoint files that exist only when they are complete."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins import TorchCheckpointIO
+from typing_extensions import override
+
+
+class WholeFiles(TorchCheckpointIO):
+    """Writes beside the target and renames it.
+
+    Lightning's own writes to the temporary folder and moves the file, which is a copy that can be cut short where the
+    target is on another file system.
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        if storage_options is not None or "://" in str(path):
+            return super().save_checkpoint(checkpoint, path, storage_options)
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.partial")
+        try:
+            with partial.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+        return None
