@@ -287,6 +287,7 @@ class HybridPTDPStrategy(ProcessStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
         self._resuming.restore_random(self.ground.mesh, in_epoch=True)
 
     def timeline(self) -> list[Event]:

@@ -39,8 +39,6 @@ class Signals:
 
         def terminate(number: int, frame: Any) -> None:
             self._terminate = True
-            if trainer.predicting:  # where ranks exchange nothing
-                raise SIGTERMException
 
         def requeue(number: int, frame: Any) -> None:
             self._requeue = True
@@ -52,13 +50,19 @@ class Signals:
         return [float(trainer.should_stop), float(self._terminate), float(self._requeue)]
 
     def grant(self, trainer: Trainer, wishes: Sequence[float]) -> None:
-        """Do what any rank has asked for; every rank calls it with the sums of all ranks' wishes."""
+        """Do what any rank has asked for; every rank calls it with the sums of all ranks' wishes.
+
+        Raises:
+            SIGTERMException: On every rank, while predicting.
+        """
         stop, terminate, requeue = wishes
         trainer.should_stop = stop > 0
         if terminate > 0 and not self.agreed:
             self.agreed = True
             rank_zero_info("SIGTERM: all ranks leave after this batch.")
             set_received_sigterm(trainer)  # Lightning raises SIGTERMException at the end of the batch
+            if trainer.predicting:  # where it does not
+                raise SIGTERMException
         if requeue > 0:
             self._requeue, self._requeue_agreed = False, True
 

@@ -127,7 +127,7 @@ class StepRunner:
         step = self._step("training_step", [args[0]], [samples], args, context, recorder, name)
         self._whole = {}
         self._record_outputs(recorder, self.engine.run_whole(step), samples)
-        combined, _ = self._exchange("training_step").combine(recorder.entries, [])
+        combined = self._heed_signals("training_step", recorder)
         self._replay(combined, on_step=True)
         values = {**outputs(combined), **self._whole}
         return values.pop("") if "" in values else values or None
@@ -151,9 +151,7 @@ class StepRunner:
             step = self._step(hook, parts, sizes, args, context, recorder, name)
             plans = self.engine.prepare(step, training=False)
             self.engine.evaluate(step, plans, lambda i, output: self._record_outputs(recorder, output, sizes[i]))
-        trainer, signals = self.module.trainer, signals_of(self.module.trainer)
-        combined, wishes = self._exchange(hook).combine(recorder.entries, signals.wishes(trainer))
-        signals.grant(trainer, wishes)
+        combined = self._heed_signals(hook, recorder)
         self._replay(combined, on_step=False)
         values = {**outputs(combined), **((self._whole or {}) if counts else {})}
         return values.pop("") if "" in values else values or None
@@ -187,7 +185,9 @@ class StepRunner:
             own.value = ValueError(
                 f"predict_step logs {next(iter(recorder.entries)).name!r}: Lightning has no log then."
             )
-        return gather_predictions(self.engine.mesh, own)
+        predictions = gather_predictions(self.engine.mesh, own)
+        self._heed_signals("predict_step")
+        return predictions
 
     def _split(self, batch: Any, hook: str) -> tuple[list[Any], list[int]]:
         pipeline = self.engine.mesh.layout.pipeline
@@ -247,6 +247,14 @@ class StepRunner:
 
     def _exchange(self, hook: str) -> Exchange:
         return self._exchanges.setdefault(hook, Exchange(self.engine.mesh.device))
+
+    def _heed_signals(self, hook: str, recorder: Recorder | None = None) -> dict[Key, tuple[Tensor, float]]:
+        """What all ranks have recorded; the exchange also tells whether any of them wants to stop or leave."""
+        trainer, signals = self.module.trainer, signals_of(self.module.trainer)
+        entries = recorder.entries if recorder is not None else {}
+        combined, wishes = self._exchange(hook).combine(entries, signals.wishes(trainer))
+        signals.grant(trainer, wishes)
+        return combined
 
     def _replay(self, combined: Mapping[Key, tuple[Tensor, float]], *, on_step: bool) -> None:
         self.metrics.finish_step(combined, on_step=on_step)

@@ -6,6 +6,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch.optim import LBFGS, AdamW
 
+from lightning_hybrid.parallel.mesh import Layout
 from lightning_hybrid.strategies.checks import (
     PRECISIONS,
     SCHEDULES,
@@ -93,18 +94,20 @@ class Usual(LightningModule):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (Manual, "automatic_optimization=False"),
+        (Manual, "automatic_optimization=False.* with pipeline_parallel_size=2 and num_microbatches=auto"),
         (OwnBackward, r"OwnBackward\.backward is"),
         (Inherits, r"Inherits\.backward"),
     ],
 )
 def test_modules_that_run_the_backward_pass_themselves_are_refused(module, message):
     with pytest.raises(ValueError, match=message):
-        check_module(module())
+        check_module(module(), Layout(2, 1), "auto")
 
 
 def test_usual_modules_and_optimizers_pass():
-    check_module(Usual())
+    check_module(Usual(), Layout(2, 1), 4)
+    check_module(Manual(), Layout(1, 4), "auto")
+    check_module(Manual(), Layout(1, 4), 1)
     weight = torch.nn.Parameter(torch.zeros(1))
     check_optimizers([])
     check_optimizers([AdamW([{"params": [weight]}])])

@@ -28,16 +28,22 @@ def test_all_ranks_save_for_a_requeue_between_the_same_batches_and_go_on():
         assert outcome == ([2], 4)
 
 
-def test_signal_while_predicting_acts_at_once_since_ranks_exchange_nothing():
+def test_signal_while_predicting_ends_it_when_all_ranks_have_agreed():
     trainer, signals = trainer_of(), Signals()
     signals.install(trainer)
     trainer.state.stage = RunningStage.PREDICTING
-    with pytest.raises(SIGTERMException):
-        trainer._signal_connector._sigterm_notifier_fn(15, None)
-    trainer.state.stage = RunningStage.TRAINING
     trainer._signal_connector._sigterm_notifier_fn(15, None)
     assert signals.wishes(trainer) == [0, 1, 0]
     assert not trainer.received_sigterm  # not before all ranks have agreed
+    with pytest.raises(SIGTERMException):
+        signals.grant(trainer, [0.0, 1.0, 0.0])
+    assert trainer.received_sigterm
+
+
+def test_signal_while_training_is_heeded_when_all_ranks_have_agreed():
+    trainer, signals = trainer_of(), Signals()
+    signals.install(trainer)
+    trainer.state.stage = RunningStage.TRAINING
     signals.grant(trainer, [0.0, 1.0, 0.0])
     assert trainer.received_sigterm
     assert not trainer.should_stop
