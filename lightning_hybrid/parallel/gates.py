@@ -132,14 +132,21 @@ def seed_random_streams(seed: int, device: torch.device) -> None:
 
 def add_gate(module: nn.Module, gate: Gate) -> None:
     """Put a gate around every call of `module`."""
-    base = type(module)
+    module.__dict__[GATE] = gate
+    module.__class__ = _gated(type(module))
+
+
+def _gated(base: type) -> type:
+    """The gated subclass of a class, one for all its modules: torch.compile makes code for each class of `self`."""
+    known = next((derived for derived in type.__subclasses__(base) if GATE in vars(derived)), None)
+    if known is not None:
+        return known
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         proceed = base.__call__.__get__(self)
         return getattr(self, GATE).call(proceed, args, kwargs)
 
-    module.__dict__[GATE] = gate
-    module.__class__ = _subclass(base, {"__call__": call})
+    return _subclass(base, {"__call__": call, GATE: None})
 
 
 def guard_attribute(module: nn.Module, name: str, attribute: str, readable: Callable[[], bool]) -> None:
