@@ -6,9 +6,10 @@ Importing the package registers its strategies, so that `Trainer(strategy="hybri
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_hybrid.parallel.auxiliary import add_auxiliary_loss
+from lightning_hybrid.strategies.costs import measure_costs
 from lightning_hybrid.strategies.hybrid import HybridPTDPStrategy
 
-__all__ = ["HybridPTDPStrategy", "add_auxiliary_loss"]
+__all__ = ["HybridPTDPStrategy", "add_auxiliary_loss", "measure_costs"]
 
 StrategyRegistry.register(
     HybridPTDPStrategy.strategy_name,

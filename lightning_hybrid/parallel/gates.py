@@ -136,11 +136,17 @@ def add_gate(module: nn.Module, gate: Gate) -> None:
     module.__class__ = _gated(type(module))
 
 
-def _gated(base: type) -> type:
+def remove_gate(module: nn.Module) -> None:
+    """Take the gate away that was put on last."""
+    del module.__dict__[GATE]
+    module.__class__ = type(module).__bases__[0]
+
+
+def _gated(base: type[nn.Module]) -> type[nn.Module]:
     """The gated subclass of a class, one for all its modules: torch.compile makes code for each class of `self`."""
-    known = next((derived for derived in type.__subclasses__(base) if GATE in vars(derived)), None)
-    if known is not None:
-        return known
+    for derived in base.__subclasses__():
+        if GATE in vars(derived):
+            return derived
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         proceed = base.__call__.__get__(self)
@@ -180,7 +186,7 @@ def guard_attribute(module: nn.Module, name: str, attribute: str, readable: Call
     module.__class__ = guarded
 
 
-def _subclass(base: type, members: dict[str, Any]) -> type:
+def _subclass(base: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]:
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     return type(base.__name__, (base,), {**names, **members})
 

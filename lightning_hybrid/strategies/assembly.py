@@ -27,7 +27,7 @@ from lightning_hybrid.parallel.mesh import Layout, Mesh
 from lightning_hybrid.parallel.saving import gather_model_state, gather_optimizer_state, state_keys
 from lightning_hybrid.parallel.streams import derived_seed
 from lightning_hybrid.strategies.hooks import SharedHooks
-from lightning_hybrid.strategies.layouts import choose_layout, stage_sizes
+from lightning_hybrid.strategies.layouts import choose_layout, choose_stages, stage_table
 from lightning_hybrid.strategies.metric_objects import MetricObjects
 from lightning_hybrid.strategies.optimizers import ParameterGroups
 from lightning_hybrid.strategies.steps import StepRunner
@@ -135,11 +135,19 @@ def survey(
     _check_untouched(module)
     blocks = block_names(module, find_block_lists(module, options["pipeline_layers"]))
     layout = choose_layout(options, blocks, dist.get_world_size())
-    chunks = options["num_chunks"]
-    sizes = stage_sizes(options, module, blocks, layout.pipeline * chunks) if layout.pipeline > 1 else []
+    _log_layout(layout, options)
+    sizes = _spread(module, options, blocks, layout) if layout.pipeline > 1 else []
     mesh = Mesh(layout, device=device, timeout=timeout)
-    _log_layout(layout, chunks, sizes, options)
     return Ground(mesh, blocks, sizes, _agree_on_seed(mesh))
+
+
+def _spread(module: LightningModule, options: dict[str, Any], blocks: list[str], layout: Layout) -> list[int]:
+    """Blocks of each stage, by the costs of world rank 0: each rank may have measured its own."""
+    box = [options.get("block_costs")]
+    dist.broadcast_object_list(box, 0)
+    stages = choose_stages({**options, "block_costs": box[0]}, module, blocks, layout.pipeline * options["num_chunks"])
+    rank_zero_info(stage_table(stages, blocks, layout.pipeline, estimated=box[0] is None))
+    return stages.sizes
 
 
 def assemble(
@@ -250,9 +258,8 @@ def _turn_off_nested_tensors(module: nn.Module) -> None:
             encoder.enable_nested_tensor = encoder.use_nested_tensor = False
 
 
-def _log_layout(layout: Layout, chunks: int, sizes: list[int], options: dict[str, Any]) -> None:
-    blocks = f", blocks per stage {sizes}" if sizes else ""
+def _log_layout(layout: Layout, options: dict[str, Any]) -> None:
     rank_zero_info(
-        f"hybrid_ptdp: pipeline {layout.pipeline} x data {layout.data} x tensor {layout.tensor}, {chunks} chunk(s) a "
-        f"rank{blocks}, schedule {options['schedule']}, zero_stage {options['zero_stage']}"
+        f"hybrid_ptdp: pipeline {layout.pipeline} x data {layout.data} x tensor {layout.tensor}, "
+        f"{options['num_chunks']} chunk(s) a rank, schedule {options['schedule']}, zero_stage {options['zero_stage']}"
     )

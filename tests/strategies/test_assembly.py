@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_hybrid.parallel.mesh import Layout
-from lightning_hybrid.strategies.assembly import assemble, choose_layout, stage_sizes, survey
+from lightning_hybrid.strategies.assembly import assemble, choose_layout, choose_stages, survey
 from lightning_hybrid.strategies.optimizers import ParameterGroups
 from tests.launch import run_ranks
 
@@ -41,7 +41,7 @@ class Module(LightningModule):
 
 
 def sizes_of(module, partition, stages, blocks=BLOCKS):
-    return stage_sizes({"partition": partition}, module, blocks, stages)
+    return choose_stages({"partition": partition}, module, blocks, stages).sizes
 
 
 def plain(**options):
