@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import compare, fit, is_rank, launch, report, seconds, typical
+from common import SleepingBlock, StepTimes, compare, fit, is_rank, launch, report, seconds, typical
 from lightning.pytorch import Callback, LightningModule, seed_everything
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -34,38 +34,12 @@ BLOCKS_A_RANK = 2
 # A schedule of sleeping blocks against its theory
 
 
-class _Nap(torch.autograd.Function):
-    """Computes nothing, for a while: takes no core, so that more ranks than cores run as if each had one."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        time.sleep(NAP)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        time.sleep(2 * NAP)
-        return gradients[0]
-
-
-class SleepingBlock(nn.Module):
-    """One parameter and a nap."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:
-        return _Nap.apply(x * self.scale)
-
-
 class Sleeper(LightningModule):
     """A stack of sleeping blocks."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(SleepingBlock() for _ in range(depth))
+        self.blocks = nn.ModuleList(SleepingBlock(NAP) for _ in range(depth))
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -76,22 +50,6 @@ class Sleeper(LightningModule):
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-class StepTimes(Callback):
-    """Times of whole training steps, optimizer and Lightning's own work included."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    @override
-    def on_train_batch_start(self, *args: Any) -> None:
-        dist.barrier()  # so that no rank times another's lateness
-        self.start = time.perf_counter()
-
-    @override
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.times.append(time.perf_counter() - self.start)
 
 
 def against_theory(case: str, p: int, m: int, v: int, num_steps: int = 20) -> None:
