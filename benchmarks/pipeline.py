@@ -144,6 +144,20 @@ def against_torch(case: str, p: int, m: int, num_steps: int = 40) -> None:
     compare(case, strategy.rows, 1.03, ("ours_s", "torch_s"))
 
 
+# A step that meets a new shape against one that does not
+
+
+def new_shape(case: str, p: int, m: int, num_pairs: int = 25) -> None:
+    """Each length comes twice in a row: its first step probes it."""
+    seed_everything(0, verbose=False)
+    lengths = [128 - i for i in range(num_pairs) for _ in range(2)]
+    times = StepTimes()
+    strategy = HybridPTDPStrategy(p, num_microbatches=m, partition="uniform")
+    batches = [torch.randint(256, (16, length + 1)) for length in lengths]
+    fit(gpt(), batches, devices=p, strategy=strategy, callbacks=[times])
+    compare(case, list(zip(times.times[::2], times.times[1::2], strict=True)), 1.15, ("new_s", "known_s"))
+
+
 # One process against Lightning's own strategy
 
 
@@ -207,6 +221,7 @@ CASES: dict[str, tuple[int, Callable[[str], None]]] = {  # name: (number of rank
     "torch_p2_m4": (2, partial(against_torch, p=2, m=4)),
     "torch_p2_m8": (2, partial(against_torch, p=2, m=8)),
     "torch_p4_m8": (4, partial(against_torch, p=4, m=8)),
+    "new_shape_p2_m8": (2, partial(new_shape, p=2, m=8)),
     "one_process": (1, against_plain),
 }
 

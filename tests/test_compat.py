@@ -146,3 +146,14 @@ def gathered(groups):
 @pytest.mark.parametrize("groups", [False, True])
 def test_parts_are_gathered_in_rank_order(groups):
     assert run_ranks(2, gathered, groups) == [[1, 2, 11, 12]] * 2
+
+
+def test_compiled_modules_and_functions_are_known():
+    module = nn.Linear(2, 2)
+    assert not compat.is_compiled(module)
+    assert not compat.is_compiled_function(module.forward)
+    assert not isinstance(module, compat.OptimizedModule)
+    assert isinstance(torch.compile(module, backend="eager"), compat.OptimizedModule)
+    module.compile(backend="eager")
+    assert compat.is_compiled(module)
+    assert compat.is_compiled_function(torch.compile(module.forward, backend="eager"))

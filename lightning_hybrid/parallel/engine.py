@@ -100,7 +100,7 @@ class Engine:
             return [{0: Plan(key)} for key in step.keys]
         plans = []
         for index, key in enumerate(step.keys):
-            plans.append(self._plans.pop(key, None) or self._probe(step, index, training))
+            plans.append(self._plans.pop(key) if key in self._plans else self._probe(step, index, training))
             self._plans[key] = plans[-1]  # at the end, as the one used last
         for key in list(self._plans)[:-REMEMBERED]:
             del self._plans[key]

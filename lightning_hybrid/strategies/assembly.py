@@ -26,6 +26,7 @@ from lightning_hybrid.parallel.gates import GATE
 from lightning_hybrid.parallel.mesh import Layout, Mesh
 from lightning_hybrid.parallel.saving import gather_model_state, gather_optimizer_state, state_keys
 from lightning_hybrid.parallel.streams import derived_seed
+from lightning_hybrid.strategies.compiled import check_compiled
 from lightning_hybrid.strategies.hooks import SharedHooks
 from lightning_hybrid.strategies.layouts import choose_layout, choose_stages, stage_table
 from lightning_hybrid.strategies.metric_objects import MetricObjects
@@ -135,6 +136,8 @@ def survey(
     _check_untouched(module)
     blocks = block_names(module, find_block_lists(module, options["pipeline_layers"]))
     layout = choose_layout(options, blocks, dist.get_world_size())
+    if layout.pipeline * layout.data > 1:
+        check_compiled(module, blocks, pipeline=layout.pipeline)
     _log_layout(layout, options)
     sizes = _spread(module, options, blocks, layout) if layout.pipeline > 1 else []
     mesh = Mesh(layout, device=device, timeout=timeout)
