@@ -42,8 +42,9 @@ def test_compiled_code_asks_for_the_weight_at_each_backward():
     function = torch.compile(lambda x, w: add_auxiliary_loss(x * w, w.square().mean()) * 2, backend="aot_eager")
     for weight in (1.0, 0.25, 7.0):
         x, w = leaf(1.0, 2.0), leaf(3.0)
+        loss = function(x, w).sum()  # the weight is known only later, as in a pipeline
         with auxiliary_weight(weight):
-            function(x, w).sum().backward()
+            loss.backward()
         assert w.grad.item() == 2 * (1 + 2) + weight * 2 * 3
 
 
