@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import compare, fit, is_rank, launch, report, seconds, typical
+from common import SleepingBlock, StepTimes, compare, fit, is_rank, launch, report, seconds, typical
 from lightning.pytorch import Callback, LightningModule, seed_everything
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -34,38 +34,12 @@ BLOCKS_A_RANK = 2
 # A schedule of sleeping blocks against its theory
 
 
-class _Nap(torch.autograd.Function):
-    """Computes nothing, for a while: takes no core, so that more ranks than cores run as if each had one."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        time.sleep(NAP)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        time.sleep(2 * NAP)
-        return gradients[0]
-
-
-class SleepingBlock(nn.Module):
-    """One parameter and a nap."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:
-        return _Nap.apply(x * self.scale)
-
-
 class Sleeper(LightningModule):
     """A stack of sleeping blocks."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(SleepingBlock() for _ in range(depth))
+        self.blocks = nn.ModuleList(SleepingBlock(NAP) for _ in range(depth))
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -76,22 +50,6 @@ class Sleeper(LightningModule):
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-class StepTimes(Callback):
-    """Times of whole training steps, optimizer and Lightning's own work included."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    @override
-    def on_train_batch_start(self, *args: Any) -> None:
-        dist.barrier()  # so that no rank times another's lateness
-        self.start = time.perf_counter()
-
-    @override
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.times.append(time.perf_counter() - self.start)
 
 
 def against_theory(case: str, p: int, m: int, v: int, num_steps: int = 20) -> None:
@@ -186,6 +144,20 @@ def against_torch(case: str, p: int, m: int, num_steps: int = 40) -> None:
     compare(case, strategy.rows, 1.03, ("ours_s", "torch_s"))
 
 
+# A step that meets a new shape against one that does not
+
+
+def new_shape(case: str, p: int, m: int, num_pairs: int = 25) -> None:
+    """Each length comes twice in a row: its first step probes it."""
+    seed_everything(0, verbose=False)
+    lengths = [128 - i for i in range(num_pairs) for _ in range(2)]
+    times = StepTimes()
+    strategy = HybridPTDPStrategy(p, num_microbatches=m, partition="uniform")
+    batches = [torch.randint(256, (16, length + 1)) for length in lengths]
+    fit(gpt(), batches, devices=p, strategy=strategy, callbacks=[times])
+    compare(case, list(zip(times.times[::2], times.times[1::2], strict=True)), 1.15, ("new_s", "known_s"))
+
+
 # One process against Lightning's own strategy
 
 
@@ -249,6 +221,7 @@ CASES: dict[str, tuple[int, Callable[[str], None]]] = {  # name: (number of rank
     "torch_p2_m4": (2, partial(against_torch, p=2, m=4)),
     "torch_p2_m8": (2, partial(against_torch, p=2, m=8)),
     "torch_p4_m8": (4, partial(against_torch, p=4, m=8)),
+    "new_shape_p2_m8": (2, partial(new_shape, p=2, m=8)),
     "one_process": (1, against_plain),
 }
 

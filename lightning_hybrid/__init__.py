@@ -8,10 +8,11 @@ from functools import partial
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_hybrid.parallel.auxiliary import add_auxiliary_loss
+from lightning_hybrid.strategies.costs import measure_costs
 from lightning_hybrid.strategies.hybrid import HybridPTDPStrategy
 from lightning_hybrid.strategies.launching import REFUSED, refuse_launcher
 
-__all__ = ["HybridPTDPStrategy", "add_auxiliary_loss"]
+__all__ = ["HybridPTDPStrategy", "add_auxiliary_loss", "measure_costs"]
 
 StrategyRegistry.register(
     HybridPTDPStrategy.strategy_name,

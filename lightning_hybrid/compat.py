@@ -11,6 +11,9 @@ import torch.distributed as dist
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import Tensor, nn
 
+# What torch.compile(module) returns; torch has no public way to recognise one.
+from torch._dynamo import OptimizedModule as OptimizedModule
+
 # The only way to see every operation of a step; torch documents it, but keeps it in a private module.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -38,6 +41,16 @@ def is_view(tensor: Tensor) -> bool:
 def buffer_names(module: nn.Module) -> list[str]:
     """Names of a module's own buffers, those that are None too: `named_buffers` leaves them out."""
     return list(module._buffers)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `Module.compile` was called on it: it leaves the compiled call in a private attribute."""
+    return module._compiled_call_impl is not None
+
+
+def is_compiled_function(function: object) -> bool:
+    """Whether `torch.compile` returned the function (or decorates the method): its original is a private attribute."""
+    return hasattr(function, "_torchdynamo_orig_callable")
 
 
 def sync_batchnorm(strategy: Strategy) -> bool:

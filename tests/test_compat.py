@@ -192,3 +192,14 @@ def seen_before_the_backend():
 
 def test_kernel_before_the_backend_sees_arguments_and_goes_on():
     assert run_ranks(2, seen_before_the_backend) == [([4, 4], 1, [4, 4])] * 2  # it saw the tensor itself, once
+
+
+def test_compiled_modules_and_functions_are_known():
+    module = nn.Linear(2, 2)
+    assert not compat.is_compiled(module)
+    assert not compat.is_compiled_function(module.forward)
+    assert not isinstance(module, compat.OptimizedModule)
+    assert isinstance(torch.compile(module, backend="eager"), compat.OptimizedModule)
+    module.compile(backend="eager")
+    assert compat.is_compiled(module)
+    assert compat.is_compiled_function(torch.compile(module.forward, backend="eager"))

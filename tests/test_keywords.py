@@ -10,7 +10,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from lightning_hybrid import HybridPTDPStrategy
-from lightning_hybrid.strategies.assembly import choose_layout
+from lightning_hybrid.strategies.layouts import choose_layout
 from tests.launch import run_trainers
 from tests.small import Small, fit, hybrid, loader, refusal, trainer_of
 
@@ -34,6 +34,17 @@ KEYWORDS = [
     ({"partition": [2.5, 3.5]}, r"partition=[2.5, 3.5] is not 'balanced', 'uniform' or a list of block counts."),
     ({"partition": [3, 0]}, "partition=[3, 0] is not 'balanced', 'uniform' or a list of block counts."),
     ({"partition": []}, "partition=[] is not 'balanced', 'uniform' or a list of block counts."),
+    ({"block_costs": "1 2"}, "block_costs='1 2' is not a list with the cost of each block."),
+    ({"block_costs": [1.0, -2.5]}, "block_costs[1]=-2.5 must be a finite number, not negative, in the same unit"),
+    ({"block_costs": [float("nan")]}, "block_costs[0]=nan must be a finite number, not negative"),
+    ({"block_costs": [1, float("inf")]}, "block_costs[1]=inf must be a finite number, not negative"),
+    ({"block_costs": [True]}, "block_costs[0]=True must be a finite number, not negative"),
+    ({"max_stage_memory": 0}, "max_stage_memory=0 must be a whole number of bytes, at least 1."),
+    ({"max_stage_memory": 2.5e9}, "max_stage_memory=2500000000.0 must be a whole number of bytes, at least 1."),
+    (
+        {"max_stage_memory": 9, "partition": [3, 3]},
+        "max_stage_memory=9 is kept by partition='balanced' only, got partition=[3, 3].",
+    ),
     ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported yet; leave it 1."),
     ({"expert_parallel_size": 2}, "expert_parallel_size=2 is not supported yet; leave it 1."),
     ({"replicate_size": 2}, "replicate_size=2 is not supported yet; leave it 1."),
@@ -126,6 +137,8 @@ MODELS = [
     ),
     (Small, {"partition": [3, 4]}, "partition=[3, 4] has 2 stages with 7 layers; needed are 2 stages"),
     (Small, {"partition": [2, 2, 2]}, "partition=[2, 2, 2] has 3 stages with 6 layers; needed are 2 stages"),
+    (Small, {"block_costs": [1.0] * 5}, "block_costs has 5 numbers and the model 6 blocks, blocks.0 to blocks.5"),
+    (Small, {"max_stage_memory": 1000}, "max_stage_memory=1000: no partition of 6 blocks into 2 stages keeps to it."),
     (Small, {"chunks": 4}, "6 layers cannot fill 8 stages, which need one each."),
     (Small, {"chunks": 4, "partition": "uniform"}, "6 layers cannot fill 8 stages"),
     (

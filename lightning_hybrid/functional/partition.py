@@ -1,6 +1,7 @@
 """Which layers make which stage: a partition is the list of layers per stage, in the model's order."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -23,7 +24,15 @@ def uniform(num_layers: int, num_stages: int) -> list[int]:
     return [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
 
 
-def balanced(costs: Sequence[float], num_stages: int, first_cost: float = 0, last_cost: float = 0) -> list[int]:
+def balanced(
+    costs: Sequence[float],
+    num_stages: int,
+    first_cost: float = 0,
+    last_cost: float = 0,
+    *,
+    memory: Sequence[int] | None = None,
+    max_memory: int | None = None,
+) -> list[int]:
     """Split layers so that the slowest stage is as fast as it can be, exactly, whatever their costs.
 
     Args:
@@ -31,21 +40,26 @@ def balanced(costs: Sequence[float], num_stages: int, first_cost: float = 0, las
         num_stages: Stages, that is pipeline ranks times chunks, at least 1 and at most one a layer.
         first_cost: Cost of what stands before the first layer (embeddings), in the same unit.
         last_cost: Cost of what stands behind the last layer (norm, head, loss), in the same unit.
+        memory: Bytes of each layer, what stands before the first and behind the last included; for ``max_memory``.
+        max_memory: Most bytes of a stage; None: any number.
 
     Returns:
         Layers of each stage. Among partitions with the same slowest stage: the smallest sum of squared stage costs,
         then the smallest sum of squared numbers of layers, then the most layers in early stages, as :func:`uniform`.
 
     Raises:
-        ValueError: If there are fewer layers than stages, no stage, or a cost is negative or not finite.
+        ValueError: If there are fewer layers than stages, no stage, a cost is negative or not finite, ``memory`` has
+            another length than ``costs``, or no partition keeps to ``max_memory``.
 
     Source: the linear partition problem; minimising the slowest stage is the aim of Harlap et al. 2018,
     arXiv:1806.03377, section 3.2, here without replicated stages and communication.
     """
     _check_sizes(len(costs), num_stages)
     prefix = _prefix_sums(costs, first_cost, last_cost)
-    limit = _slowest(prefix, num_stages)
-    return _most_even(prefix, num_stages, limit)
+    everywhere = [len(costs)] * len(costs)
+    reach = everywhere if max_memory is None else _reach(memory or (), everywhere, num_stages, max_memory)
+    limit = _slowest(prefix, num_stages, reach)
+    return _most_even(prefix, num_stages, limit, reach)
 
 
 def check(partition: Sequence[int], num_layers: int, num_stages: int) -> None:
@@ -121,34 +135,49 @@ def _prefix_sums(costs: Sequence[float], first_cost: float, last_cost: float) ->
     return list(accumulate(layers, initial=0))
 
 
-def _slowest(prefix: list[int], num_stages: int) -> int:
+def _reach(memory: Sequence[int], everywhere: list[int], num_stages: int, max_memory: int) -> list[int]:
+    """For each layer, where a stage that begins with it must end at the latest."""
+    if len(memory) != len(everywhere):
+        raise ValueError(f"max_memory={max_memory} needs the bytes of {len(everywhere)} layers, got {len(memory)}.")
+    prefix = list(accumulate(memory, initial=0))
+    least = _slowest(prefix, num_stages, everywhere)
+    if least > max_memory:
+        raise ValueError(
+            f"max_stage_memory={max_memory}: no partition of {len(memory)} blocks into {num_stages} stages keeps to "
+            f"it. At best the largest stage has {least} bytes of parameters, and the largest block (with what stands "
+            f"beside it) has {max(memory)}. Allow {least} or more, or use more stages."
+        )
+    return [bisect_right(prefix, before + max_memory) - 1 for before in prefix[:-1]]
+
+
+def _slowest(prefix: list[int], num_stages: int, reach: list[int]) -> int:
     """Give the least possible cost of the slowest stage: smallest limit under which greedy filling needs few stages."""
     low, high = max(end - start for start, end in pairwise(prefix)), prefix[-1]
     while low < high:
         middle = (low + high) // 2
-        if _stages_needed(prefix, middle) <= num_stages:
+        if _stages_needed(prefix, middle, reach) <= num_stages:
             high = middle
         else:
             low = middle + 1
     return low
 
 
-def _stages_needed(prefix: list[int], limit: int) -> int:
+def _stages_needed(prefix: list[int], limit: int, reach: list[int]) -> int:
     stages, start = 1, 0
-    for before, end in pairwise(prefix):
-        if end - start > limit:
+    for before, end in pairwise(range(len(prefix))):
+        if prefix[end] - prefix[start] > limit or end > reach[start]:
             stages, start = stages + 1, before
     return stages
 
 
-def _most_even(prefix: list[int], num_stages: int, limit: int) -> list[int]:
-    """Minimise the sum of squares under the limit, by dynamic programming over suffixes, last stage first."""
+def _most_even(prefix: list[int], num_stages: int, limit: int, reach: list[int]) -> list[int]:
+    """Minimise the sum of squares under the limits, by dynamic programming over suffixes, last stage first."""
     num_layers = len(prefix) - 1
     best: dict[int, tuple[int, int, list[int]]] = {num_layers: (0, 0, [])}
     for later_stages in range(num_stages):
         longer: dict[int, tuple[int, int, list[int]]] = {}
         for start in range(num_layers - later_stages - 1, -1, -1):
-            for end in range(num_layers - later_stages, start, -1):  # from long to short: a tie keeps the longest
+            for end in range(min(num_layers - later_stages, reach[start]), start, -1):  # a tie keeps the longest
                 cost = prefix[end] - prefix[start]
                 if cost > limit or end not in best:
                     continue

@@ -25,6 +25,9 @@ from lightning_hybrid.parallel.probe_run import ProbeRun
 from lightning_hybrid.parallel.run import Result, StageRun
 from lightning_hybrid.parallel.streams import Streams
 
+REMEMBERED = 1024
+"""Structures and shapes whose plans are kept, those used last; ranks of a replica see the same ones."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -96,10 +99,13 @@ class Engine:
         """Plans of each micro-batch; structures and shapes not met before are probed."""
         if self.cut is None:
             return [{0: Plan(key)} for key in step.keys]
+        plans = []
         for index, key in enumerate(step.keys):
-            if key not in self._plans:
-                self._plans[key] = self._probe(step, index, training)
-        return [self._plans[key] for key in step.keys]
+            plans.append(self._plans.pop(key) if key in self._plans else self._probe(step, index, training))
+            self._plans[key] = plans[-1]  # at the end, as the one used last
+        for key in list(self._plans)[:-REMEMBERED]:
+            del self._plans[key]
+        return plans
 
     def recheck(self, step: Step, *, training: bool) -> None:
         """Probe a batch again whose loss is NaN: it may have taken a path that no probe saw.

@@ -132,14 +132,27 @@ def seed_random_streams(seed: int, device: torch.device) -> None:
 
 def add_gate(module: nn.Module, gate: Gate) -> None:
     """Put a gate around every call of `module`."""
-    base = type(module)
+    module.__dict__[GATE] = gate
+    module.__class__ = _gated(type(module))
+
+
+def remove_gate(module: nn.Module) -> None:
+    """Take the gate away that was put on last."""
+    del module.__dict__[GATE]
+    module.__class__ = type(module).__bases__[0]
+
+
+def _gated(base: type[nn.Module]) -> type[nn.Module]:
+    """The gated subclass of a class, one for all its modules: torch.compile makes code for each class of `self`."""
+    for derived in base.__subclasses__():
+        if GATE in vars(derived):
+            return derived
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         proceed = base.__call__.__get__(self)
         return getattr(self, GATE).call(proceed, args, kwargs)
 
-    module.__dict__[GATE] = gate
-    module.__class__ = _subclass(base, {"__call__": call})
+    return _subclass(base, {"__call__": call, GATE: None})
 
 
 def guard_attribute(module: nn.Module, name: str, attribute: str, readable: Callable[[], bool]) -> None:
@@ -173,7 +186,7 @@ def guard_attribute(module: nn.Module, name: str, attribute: str, readable: Call
     module.__class__ = guarded
 
 
-def _subclass(base: type, members: dict[str, Any]) -> type:
+def _subclass(base: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]:
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     return type(base.__name__, (base,), {**names, **members})
 

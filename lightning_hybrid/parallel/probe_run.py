@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -58,7 +59,7 @@ class ProbeRun(StageRun):
         self._tag_parameters()
         hooks = self._watch_recording_flags()
         try:
-            with self.cut.listed(), self.provenance, auxiliary_listener(self._note_auxiliary_loss):
+            with self.cut.listed(), _uncompiled(), self.provenance, auxiliary_listener(self._note_auxiliary_loss):
                 result = super().run(step)
                 self.observe(result.output, "The value that the step returns")
         finally:
@@ -256,6 +257,15 @@ class ProbeRun(StageRun):
                     f"the stage of {self.cut.blocks[-1]}. Set {flag}=False; a loss made inside a block is added with "
                     "lightning_hybrid.add_auxiliary_loss(x, loss)."
                 )
+
+
+def _uncompiled() -> AbstractContextManager[None]:
+    """Compiled modules run as they are written: provenance must see each operation.
+
+    Dynamo also gives up for good on code that it first meets under a dispatch mode.
+    """
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def _random_state(device: torch.device) -> list[Tensor]:

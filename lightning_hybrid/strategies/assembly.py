@@ -1,42 +1,34 @@
-"""Puts the parts together for one LightningModule: layout, blocks, partition, cut, engine."""
+"""Puts the parts together for one LightningModule: cut, engine, metrics, hooks."""
 
 from __future__ import annotations
 
-import os
-import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lightning_hybrid.parallel.blocks import block_names, find_block_lists
 from lightning_hybrid.parallel.cut import StageCut
 from lightning_hybrid.parallel.data_parallel import broadcast_value
 from lightning_hybrid.parallel.engine import Engine
-from lightning_hybrid.parallel.gates import GATE
 from lightning_hybrid.parallel.loading import load_model_state, load_optimizer_state
-from lightning_hybrid.parallel.mesh import Layout, Mesh
+from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.saving import gather_model_state, gather_optimizer_state, state_keys
-from lightning_hybrid.parallel.streams import derived_seed
 from lightning_hybrid.strategies.clipping import Clipping
 from lightning_hybrid.strategies.hooks import SharedHooks
-from lightning_hybrid.strategies.layouts import choose_layout, stage_sizes
 from lightning_hybrid.strategies.metric_objects import MetricObjects, compute_metrics_together
 from lightning_hybrid.strategies.optimizers import ParameterGroups
 from lightning_hybrid.strategies.resuming import add_state, optimizer_names
 from lightning_hybrid.strategies.steps import StepRunner
+from lightning_hybrid.strategies.survey import Ground
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -129,54 +121,6 @@ class Assembly:
             self._clipping.remove()
 
 
-@dataclass(frozen=True)
-class Ground:
-    """What is known before the optimizers are made: loaders, which schedulers may ask for, need it already.
-
-    Attributes:
-        mesh: Groups of this rank.
-        blocks: Names of the blocks to cut between.
-        sizes: Blocks of each stage; empty on a pipeline of one rank.
-        seed: Base of all seeds, the same on every rank.
-    """
-
-    mesh: Mesh
-    blocks: list[str]
-    sizes: list[int]
-    seed: int
-
-
-def survey(
-    module: LightningModule,
-    options: dict[str, Any],
-    device: torch.device,
-    timeout: timedelta | None,
-    *,
-    seed: int | None = None,
-) -> Ground:
-    """Choose the layout and make its groups; every rank must call it with an equal module.
-
-    Args:
-        module: The whole module.
-        options: The strategy's keywords.
-        device: Where this rank computes.
-        timeout: Of collectives.
-        seed: Base of all seeds of a run that goes on; None for a new run.
-
-    Raises:
-        ValueError: If the model does not fit the keywords.
-    """
-    _check_untouched(module)
-    blocks = block_names(module, find_block_lists(module, options["pipeline_layers"]))
-    layout = choose_layout(options, blocks, dist.get_world_size())
-    chunks = options["num_chunks"]
-    sizes = stage_sizes(options, module, blocks, layout.pipeline * chunks) if layout.pipeline > 1 else []
-    mesh = Mesh(layout, device=device, timeout=timeout)
-    _log_layout(layout, chunks, sizes, options)
-    agreed = _agree_on_seed(mesh)
-    return Ground(mesh, blocks, sizes, agreed if seed is None else seed)
-
-
 def assemble(
     module: LightningModule,
     options: dict[str, Any],
@@ -222,17 +166,6 @@ def assemble(
     return Assembly(module, engine, runner, SharedHooks(module, engine), keys, groups, is_plain)
 
 
-def _check_untouched(module: nn.Module) -> None:
-    if any(GATE in vars(child) or isinstance(child, FSDPModule) for child in module.modules()):
-        raise RuntimeError(
-            "This LightningModule was cut or sharded by another Trainer. Go on with that Trainer, or make a new module."
-        )
-    if any(parameter.is_meta for parameter in module.parameters()):
-        raise RuntimeError(
-            "The model has parameters on the meta device, which is not supported yet: build it on the CPU."
-        )
-
-
 def _shardable_stage(zero_stage: int, module: nn.Module, mesh: Mesh) -> int:
     """The ZeRO stage, or 0 if `fully_shard` cannot take the model; the same on every rank."""
     if zero_stage == 0 or mesh.layout.data == 1:
@@ -260,18 +193,6 @@ def _warn_of_batch_norm(module: nn.Module, mesh: Mesh, num_microbatches: int | s
         )
 
 
-def _agree_on_seed(mesh: Mesh) -> int:
-    """World rank 0's seed; without `seed_everything` the ranks of a replica also start their own streams alike."""
-    seed = torch.tensor(torch.initial_seed() % 2**62, device=mesh.device)
-    dist.broadcast(seed, 0)
-    if "PL_GLOBAL_SEED" not in os.environ and mesh.layout.pipeline > 1:
-        start = derived_seed(int(seed), "replica", mesh.data_rank)
-        torch.manual_seed(start)
-        random.seed(start)
-        numpy.random.seed(start % 2**32)
-    return int(seed)
-
-
 def _broadcast_whole(module: nn.Module, device: torch.device) -> None:
     """Start from the weights of world rank 0, as one process would."""
     if dist.get_world_size() == 1:
@@ -289,11 +210,3 @@ def _turn_off_nested_tensors(module: nn.Module) -> None:
     for encoder in module.modules():
         if isinstance(encoder, nn.TransformerEncoder):
             encoder.enable_nested_tensor = encoder.use_nested_tensor = False
-
-
-def _log_layout(layout: Layout, chunks: int, sizes: list[int], options: dict[str, Any]) -> None:
-    blocks = f", blocks per stage {sizes}" if sizes else ""
-    rank_zero_info(
-        f"hybrid_ptdp: pipeline {layout.pipeline} x data {layout.data} x tensor {layout.tensor}, {chunks} chunk(s) a "
-        f"rank{blocks}, schedule {options['schedule']}, zero_stage {options['zero_stage']}"
-    )

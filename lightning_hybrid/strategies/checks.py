@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from inspect import signature
+from math import isfinite
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -52,6 +53,7 @@ def check_keywords(options: dict[str, Any]) -> None:
     if options["num_chunks"] > 1 and options["pipeline_parallel_size"] == 1:
         raise ValueError(f"num_chunks={options['num_chunks']} needs pipeline_parallel_size of at least 2, got 1.")
     _check_lists(options["partition"], options["pipeline_layers"])
+    _check_costs(options.get("block_costs"), options.get("max_stage_memory"), options["partition"])
     for name, only in (("tensor_parallel_size", 1), ("expert_parallel_size", 1), ("replicate_size", 1)):
         if options[name] != only:
             raise ValueError(f"{name}={options[name]} is not supported yet; leave it {only}.")
@@ -78,6 +80,24 @@ def _check_lists(partition: Any, layers: Any) -> None:
     names = [layers] if isinstance(layers, str) else layers
     if layers is not None and not (names and isinstance(names, list | tuple) and all(type(n) is str for n in names)):
         raise ValueError(f"pipeline_layers={layers!r} is not the dotted name of a list of blocks, or a list of names.")
+
+
+def _check_costs(costs: Any, memory: Any, partition: Any) -> None:
+    if costs is not None and not isinstance(costs, list | tuple):
+        raise ValueError(f"block_costs={costs!r} is not a list with the cost of each block.")
+    for index, cost in enumerate(costs or ()):
+        if isinstance(cost, bool) or not isinstance(cost, int | float) or not (isfinite(cost) and cost >= 0):
+            raise ValueError(
+                f"block_costs[{index}]={cost!r} must be a finite number, not negative, in the same unit as the others. "
+                "lightning_hybrid.measure_costs(module, batch) makes the list."
+            )
+    if memory is not None and (type(memory) is not int or memory < 1):
+        raise ValueError(f"max_stage_memory={memory!r} must be a whole number of bytes, at least 1.")
+    if memory is not None and partition != "balanced":
+        raise ValueError(
+            f"max_stage_memory={memory} is kept by partition='balanced' only, got partition={partition!r}. Leave one "
+            "of the two out."
+        )
 
 
 def check_precision(precision: Precision) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
+from inspect import signature
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -17,12 +18,13 @@ from typing_extensions import override
 from lightning_hybrid.parallel.executor import Event
 from lightning_hybrid.parallel.gradients import average_gradients
 from lightning_hybrid.strategies import checks
-from lightning_hybrid.strategies.assembly import Assembly, Ground, assemble, survey
+from lightning_hybrid.strategies.assembly import Assembly, assemble
 from lightning_hybrid.strategies.evaluation import Evaluation, next_epoch
 from lightning_hybrid.strategies.optimizers import ParameterGroups
 from lightning_hybrid.strategies.processes import DEFAULT_TIMEOUT, ProcessStrategy
 from lightning_hybrid.strategies.resuming import Resuming
 from lightning_hybrid.strategies.summary import SummaryBeforeCut
+from lightning_hybrid.strategies.survey import Ground, survey
 from lightning_hybrid.strategies.training import Training
 
 
@@ -40,7 +42,9 @@ class HybridPTDPStrategy(ProcessStrategy):
             A smaller batch makes fewer.
         schedule: "gpipe", "1f1b", "interleaved_1f1b"; "auto" is 1F1B, interleaved if there are chunks.
         pipeline_layers: Dotted names of the lists of blocks to cut between; None finds them.
-        partition: Blocks of each stage: by number of parameters, by count, or given.
+        partition: Blocks of each stage: by cost, so that the slowest stage is as fast as can be, by count, or given.
+        block_costs: Cost of each block with what stands beside it, as `measure_costs` gives it; None counts parameters.
+        max_stage_memory: Most bytes of parameters that "balanced" gives a stage; None sets no limit.
         zero_stage: 0 replicates everything over the data axis, 1 shards optimizer states (arXiv:1910.02054, section
             5.1).
         process_group_backend: Backend of the default process group; None chooses by device.
@@ -63,23 +67,15 @@ class HybridPTDPStrategy(ProcessStrategy):
         schedule: Literal["auto", "gpipe", "1f1b", "interleaved_1f1b"] = "auto",
         pipeline_layers: str | list[str] | None = None,
         partition: Literal["balanced", "uniform"] | list[int] = "balanced",
+        block_costs: list[float] | None = None,
+        max_stage_memory: int | None = None,
         zero_stage: Literal[0, 1, 2, 3] = 1,
         process_group_backend: str | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
     ) -> None:
         super().__init__(process_group_backend, timeout)
-        self.options = {
-            "pipeline_parallel_size": pipeline_parallel_size,
-            "tensor_parallel_size": tensor_parallel_size,
-            "expert_parallel_size": expert_parallel_size,
-            "replicate_size": replicate_size,
-            "num_chunks": num_chunks,
-            "num_microbatches": num_microbatches,
-            "schedule": schedule,
-            "pipeline_layers": pipeline_layers,
-            "partition": partition,
-            "zero_stage": zero_stage,
-        }
+        keywords = set(signature(HybridPTDPStrategy).parameters) - {"process_group_backend", "timeout"}
+        self.options = {name: value for name, value in locals().items() if name in keywords}
         checks.check_keywords(self.options)
         self.record_timeline = False
         self._ground: Ground | None = None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from lightning_hybrid.functional import partition
-from lightning_hybrid.parallel.blocks import num_parameters
-from lightning_hybrid.parallel.cut import ancestors_of, outside_modules
 from lightning_hybrid.parallel.mesh import Layout
+from lightning_hybrid.strategies.costs import block_bytes, estimated_costs
 
 
 def choose_layout(options: dict[str, Any], blocks: Sequence[str], world_size: int) -> Layout:
@@ -37,30 +37,69 @@ def choose_layout(options: dict[str, Any], blocks: Sequence[str], world_size: in
     return layout
 
 
-def stage_sizes(options: dict[str, Any], module: nn.Module, blocks: Sequence[str], num_stages: int) -> list[int]:
-    """Blocks of each stage.
+@dataclass(frozen=True)
+class Stages:
+    """How the blocks are spread.
+
+    Attributes:
+        sizes: Blocks of each stage.
+        costs: Cost of each block, with what stands beside it.
+        memory: Bytes of each block's parameters, likewise.
+    """
+
+    sizes: list[int]
+    costs: list[float]
+    memory: list[int]
+
+
+def choose_stages(options: dict[str, Any], module: nn.Module, blocks: Sequence[str], num_stages: int) -> Stages:
+    """Spread the blocks over the stages as the keywords ask.
 
     Raises:
-        ValueError: If there are fewer blocks than stages, or the given list does not fit.
+        ValueError: If there are fewer blocks than stages, the given lists do not fit, or no partition keeps to the
+            memory of a stage.
     """
+    costs, memory = options.get("block_costs"), block_bytes(module, blocks)
+    if costs is not None and len(costs) != len(blocks):
+        raise ValueError(
+            f"block_costs has {len(costs)} numbers and the model {len(blocks)} blocks, {blocks[0]} to {blocks[-1]}: "
+            "one number a block. lightning_hybrid.measure_costs(module, batch) makes the list, with the same "
+            "pipeline_layers."
+        )
+    costs = estimated_costs(module, blocks) if costs is None else [float(cost) for cost in costs]
     wanted = options["partition"]
     if wanted == "uniform":
-        return partition.uniform(len(blocks), num_stages)
-    if wanted != "balanced":
+        sizes = partition.uniform(len(blocks), num_stages)
+    elif wanted == "balanced":
+        sizes = partition.balanced(costs, num_stages, memory=memory, max_memory=options.get("max_stage_memory"))
+    else:
         sizes = [int(size) for size in wanted]
         partition.check(sizes, len(blocks), num_stages)
-        return sizes
-    first, last = _cost_outside(module, blocks)
-    costs = [num_parameters(module.get_submodule(block)) for block in blocks]
-    return partition.balanced(costs, num_stages, first, last)
+    return Stages(sizes, costs, memory)
 
 
-def _cost_outside(module: nn.Module, blocks: Sequence[str]) -> tuple[int, int]:
-    """Parameters multiplied before the first and after the first list of blocks; an embedding only looks them up."""
-    order = {name: index for index, (name, _) in enumerate(module.named_modules(remove_duplicate=False))}
-    first = last = 0
-    for name in outside_modules(module, ancestors_of(blocks), set(blocks)):
-        if not isinstance(module.get_submodule(name), nn.Embedding):
-            cost = num_parameters(module.get_submodule(name))
-            first, last = (first + cost, last) if order[name] < order[blocks[0]] else (first, last + cost)
-    return first, last
+def stage_table(stages: Stages, blocks: Sequence[str], pipeline: int, *, estimated: bool) -> str:
+    """A row for each stage, and how far the slowest is from an ideal one."""
+    layers = partition.stage_layers(stages.sizes)
+    costs = [sum(stages.costs[i] for i in of_stage) for of_stage in layers]
+    total = sum(costs) or 1.0
+    rows = [("stage", "rank", "blocks", "cost", "parameters")]
+    for stage, (of_stage, cost) in enumerate(zip(layers, costs, strict=True)):
+        first, last = blocks[of_stage[0]], blocks[of_stage[-1]]
+        memory = sum(stages.memory[i] for i in of_stage)
+        named = f"{first} to {last}" if first != last else first
+        rows.append((str(stage), str(stage % pipeline), named, f"{cost / total:.1%}", _readable(memory)))
+    width = max(len(named) for _, _, named, *_ in rows)
+    lines = [f"{a:>5}  {b:>4}  {named:<{width}}  {c:>6}  {d:>10}" for a, b, named, c, d in rows]
+    kind = "estimated by numbers of parameters" if estimated else "as given in block_costs"
+    slowest = max(range(len(costs)), key=costs.__getitem__)
+    ratio = costs[slowest] * len(costs) / total
+    return "\n".join([*lines, f"slowest: stage {slowest}, {ratio:.2f} times an equal share (costs {kind})"])
+
+
+def _readable(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{round(size, 1):g} {unit}"
+        size /= 1024
+    return f"{round(size, 1):g} GiB"

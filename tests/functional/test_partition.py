@@ -1,3 +1,6 @@
+import random
+from fractions import Fraction
+from functools import partial
 from itertools import accumulate, combinations, pairwise
 
 import pytest
@@ -55,6 +58,39 @@ def test_balanced_is_the_best_of_all_partitions(costs, num_stages, first_cost, l
 
     best = min(every_partition(len(costs), num_stages), key=badness)
     assert balanced(costs, num_stages, first_cost, last_cost) == best
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole costs", "real costs"])
+def test_balanced_within_a_memory_cap_is_the_best_of_all_partitions_that_fit(whole):
+    draw = random.Random(whole)
+    kept = 0
+    for _ in range(2000):
+        num_layers = draw.randint(1, 8)
+        num_stages, cap = draw.randint(1, num_layers), draw.randint(0, 20)
+        costs = [draw.randint(0, 6) if whole else draw.random() for _ in range(num_layers)]
+        memory = [draw.randint(0, 6) for _ in range(num_layers)]
+        every = list(every_partition(num_layers, num_stages))
+        fitting = [partition for partition in every if max(stage_costs(partition, memory, 0, 0)) <= cap]
+        if fitting:
+            kept += 1
+            best = min(fitting, key=partial(badness, [Fraction(cost) for cost in costs]))
+            assert balanced(costs, num_stages, memory=memory, max_memory=cap) == best
+        else:
+            least = min(max(stage_costs(partition, memory, 0, 0)) for partition in every)
+            with pytest.raises(ValueError, match=rf"max_stage_memory={cap}: .* Allow {least} or more"):
+                balanced(costs, num_stages, memory=memory, max_memory=cap)
+    assert 500 < kept < 1900
+
+
+def badness(costs, partition):
+    stages = stage_costs(partition, costs, 0, 0)
+    squares = sum(cost**2 for cost in stages), sum(size**2 for size in partition)
+    return max(stages), *squares, [-size for size in partition]
+
+
+def test_a_memory_cap_counts_every_layer():
+    with pytest.raises(ValueError, match="max_memory=5 needs the bytes of 3 layers, got 2"):
+        balanced([1, 1, 1], 2, memory=[1, 1], max_memory=5)
 
 
 def test_a_heavy_head_takes_layers_from_the_last_stage():

@@ -37,6 +37,17 @@ def test_without_a_pipeline_the_weight_is_one():
     assert w.grad.item() == 6
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
+def test_compiled_code_asks_for_the_weight_at_each_backward():
+    function = torch.compile(lambda x, w: add_auxiliary_loss(x * w, w.square().mean()) * 2, backend="aot_eager")
+    for weight in (1.0, 0.25, 7.0):
+        x, w = leaf(1.0, 2.0), leaf(3.0)
+        loss = function(x, w).sum()  # the weight is known only later, as in a pipeline
+        with auxiliary_weight(weight):
+            loss.backward()
+        assert w.grad.item() == 2 * (1 + 2) + weight * 2 * 3
+
+
 def test_several_losses_of_several_blocks_add_up():
     w, x = leaf(2.0), leaf(1.0)
     for factor in (1, 10, 100):

@@ -10,8 +10,10 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_hybrid.parallel.mesh import Layout
-from lightning_hybrid.strategies.assembly import assemble, choose_layout, stage_sizes, survey
+from lightning_hybrid.strategies.assembly import assemble
+from lightning_hybrid.strategies.layouts import choose_layout, choose_stages
 from lightning_hybrid.strategies.optimizers import ParameterGroups
+from lightning_hybrid.strategies.survey import survey
 from tests.launch import run_ranks
 
 CPU = torch.device("cpu")
@@ -41,7 +43,7 @@ class Module(LightningModule):
 
 
 def sizes_of(module, partition, stages, blocks=BLOCKS):
-    return stage_sizes({"partition": partition}, module, blocks, stages)
+    return choose_stages({"partition": partition}, module, blocks, stages).sizes
 
 
 def plain(**options):

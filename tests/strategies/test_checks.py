@@ -41,6 +41,8 @@ DEFAULTS = {
         {"pipeline_layers": ""},  # the root itself
         *({"schedule": schedule} for schedule in SCHEDULES),
         *({"zero_stage": stage} for stage in (0, 1)),
+        {"block_costs": [1, 0, 2.5], "max_stage_memory": 1},
+        {"block_costs": (1.0,), "partition": "uniform"},
     ],
 )
 def test_keywords_in_range_pass(options):

@@ -1,0 +1,112 @@
+"""What is decided about a whole model before it is cut: layout, blocks, partition, seed."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_hybrid.parallel.blocks import block_names, find_block_lists
+from lightning_hybrid.parallel.gates import GATE
+from lightning_hybrid.parallel.mesh import Layout, Mesh
+from lightning_hybrid.parallel.streams import derived_seed
+from lightning_hybrid.strategies.compiled import check_compiled
+from lightning_hybrid.strategies.layouts import choose_layout, choose_stages, stage_table
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What is known before the optimizers are made: loaders, which schedulers may ask for, need it already.
+
+    Attributes:
+        mesh: Groups of this rank.
+        blocks: Names of the blocks to cut between.
+        sizes: Blocks of each stage; empty on a pipeline of one rank.
+        seed: Base of all seeds, the same on every rank.
+    """
+
+    mesh: Mesh
+    blocks: list[str]
+    sizes: list[int]
+    seed: int
+
+
+def survey(
+    module: LightningModule,
+    options: dict[str, Any],
+    device: torch.device,
+    timeout: timedelta | None,
+    *,
+    seed: int | None = None,
+) -> Ground:
+    """Choose the layout and make its groups; every rank must call it with an equal module.
+
+    Args:
+        module: The whole module.
+        options: The strategy's keywords.
+        device: Where this rank computes.
+        timeout: Of collectives.
+        seed: Base of all seeds of a run that goes on; None for a new run.
+
+    Raises:
+        ValueError: If the model does not fit the keywords.
+    """
+    _check_untouched(module)
+    blocks = block_names(module, find_block_lists(module, options["pipeline_layers"]))
+    layout = choose_layout(options, blocks, dist.get_world_size())
+    if layout.pipeline * layout.data > 1:
+        check_compiled(module, blocks, pipeline=layout.pipeline)
+    _log_layout(layout, options)
+    sizes = _spread(module, options, blocks, layout) if layout.pipeline > 1 else []
+    mesh = Mesh(layout, device=device, timeout=timeout)
+    agreed = _agree_on_seed(mesh)
+    return Ground(mesh, blocks, sizes, agreed if seed is None else seed)
+
+
+def _spread(module: LightningModule, options: dict[str, Any], blocks: list[str], layout: Layout) -> list[int]:
+    """Blocks of each stage, by the costs of world rank 0: each rank may have measured its own."""
+    box = [options.get("block_costs")]
+    dist.broadcast_object_list(box, 0)
+    stages = choose_stages({**options, "block_costs": box[0]}, module, blocks, layout.pipeline * options["num_chunks"])
+    rank_zero_info(stage_table(stages, blocks, layout.pipeline, estimated=box[0] is None))
+    return stages.sizes
+
+
+def _check_untouched(module: nn.Module) -> None:
+    if any(GATE in vars(child) or isinstance(child, FSDPModule) for child in module.modules()):
+        raise RuntimeError(
+            "This LightningModule was cut or sharded by another Trainer. Go on with that Trainer, or make a new module."
+        )
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise RuntimeError(
+            "The model has parameters on the meta device, which is not supported yet: build it on the CPU."
+        )
+
+
+def _agree_on_seed(mesh: Mesh) -> int:
+    """World rank 0's seed; without `seed_everything` the ranks of a replica also start their own streams alike."""
+    seed = torch.tensor(torch.initial_seed() % 2**62, device=mesh.device)
+    dist.broadcast(seed, 0)
+    if "PL_GLOBAL_SEED" not in os.environ and mesh.layout.pipeline > 1:
+        start = derived_seed(int(seed), "replica", mesh.data_rank)
+        torch.manual_seed(start)
+        random.seed(start)
+        numpy.random.seed(start % 2**32)
+    return int(seed)
+
+
+def _log_layout(layout: Layout, options: dict[str, Any]) -> None:
+    rank_zero_info(
+        f"hybrid_ptdp: pipeline {layout.pipeline} x data {layout.data} x tensor {layout.tensor}, "
+        f"{options['num_chunks']} chunk(s) a rank, schedule {options['schedule']}, zero_stage {options['zero_stage']}"
+    )
