@@ -147,7 +147,7 @@ MODELS = [
         "pipeline_parallel_size=2 needs blocks to cut between, and the model has no nn.ModuleList or nn.Sequ",
     ),
     (SharedBlock, {}, "blocks holds one module at several positions; the pipeline needs one module for each."),
-    (Manual, {}, "automatic_optimization=False: the backward passes belong to the pipeline's schedule, with pipeline_p"),
+    (Manual, {}, "automatic_optimization=False: the backward passes belong to the pipeline's schedule, with"),
     (
         OwnBackward,
         {},

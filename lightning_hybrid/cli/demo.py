@@ -176,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lightning-hybrid demo", description="Train a small GPT and show the result.")
     parser.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR", help="where to write: %(default)s")
     parser.add_argument(
-        "--steps", type=int, default=500, metavar="N", help="training steps, rounded up to a multiple of 4: %(default)s"
+        "--steps", type=int, default=600, metavar="N", help="training steps, rounded up to a multiple of 4: %(default)s"
     )
     parser.add_argument("--processes", type=int, choices=(1, 4), default=4, help="1: no parallelism: %(default)s")
     return parser
