@@ -134,7 +134,7 @@ class Interleaved(HybridPTDPStrategy):
 
     def _check(self) -> None:
         names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
-        for parameter, gradient in self._taken:
+        for parameter, gradient in self._training.taken:
             assert_close(gradient, self.rival.gpt.get_parameter(names[id(parameter)]).grad)
 
 

@@ -17,10 +17,15 @@ from lightning_hybrid.strategies.losses import Shares
 
 
 class Training:
-    """Runs forward and backward in `training_step`, and keeps the gradients until `backward` installs them."""
+    """Runs forward and backward in `training_step`, and keeps the gradients until `backward` installs them.
+
+    Attributes:
+        taken: (parameter, gradient) of the last step, until they are installed.
+        has_run: A step has run, and its gradients are not installed yet.
+    """
 
     def __init__(self) -> None:
-        self._taken: list[Any] = []
+        self.taken: list[Any] = []
         self.has_run = False
 
     def step(self, assembly: Assembly, precision: Precision, args: Sequence[Any], *, record: bool) -> Any:
@@ -51,7 +56,7 @@ class Training:
             last=not is_accumulating(trainer),
             on_planned=assembly.settle,
         )
-        self._taken = take_gradients(engine.local_parameters())
+        self.taken = take_gradients(engine.local_parameters())
         return output
 
     def step_by_hand(self, assembly: Assembly, precision: Precision, args: Sequence[Any]) -> Any:
@@ -67,5 +72,5 @@ class Training:
 
     def install(self) -> None:
         """Give the optimizer what the last step took away from `zero_grad`."""
-        install_gradients(self._taken)
-        self._taken, self.has_run = [], False
+        install_gradients(self.taken)
+        self.taken, self.has_run = [], False
