@@ -18,6 +18,8 @@ SHORT = [
     (1, "epoch end", "raise hang"),
     (0, "epoch end", "kill hang"),
     (3, "forward", "raise"),
+    (1, "start", "kill"),
+    (1, "save", "raise"),
 ]
 
 

@@ -1,8 +1,11 @@
 """Manual optimization with several optimizers, over replicas: the numbers of one process, saved and resumed."""
 
+from contextlib import nullcontext as quiet
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed import get_rank as rank
 
 from tests.launch import run_trainers
 from tests.small import WIDTH, Small, Watch, assert_same, hybrid, loader, trainer_of, weights
@@ -47,7 +50,7 @@ class Adversarial(Small):
 
 def played(data, folder, resume):
     """Two epochs of which the last batch is uneven, or the second of them from a checkpoint."""
-    strategy = hybrid(1, microbatches="auto") if data else "auto"
+    strategy = hybrid(1, microbatches="auto", zero_stage=0) if data else "auto"
     watch = Watch()
     trainer = trainer_of(strategy, max_epochs=2 if resume else 1, callbacks=[watch], log_every_n_steps=1)
     path = folder / f"{data}.ckpt"
@@ -72,3 +75,27 @@ def test_manual_optimization_over_replicas_is_that_of_one_process(data, elsewher
         for own, _ in found:
             assert_same(own, seen)
         torch.testing.assert_close(dict(found[0][1]), dict(state))
+
+
+class PastTheStrategy(Adversarial):
+    def training_step(self, batch, batch_idx):
+        first, _ = self.optimizers()
+        self.loss(batch).backward()
+        first.step()
+
+
+def past():
+    with pytest.raises(
+        RuntimeError, match=r"loss.backward\(\) leaves each of the 2 replicas.*Call self.manual_backward"
+    ):
+        trainer_of(hybrid(1, microbatches=1, zero_stage=0)).fit(PastTheStrategy(), loader(8, 4, 2))
+    with (
+        pytest.warns(UserWarning, match="zero_stage=1 does not apply to manual optimization")
+        if rank() == 0
+        else quiet()
+    ):
+        trainer_of(hybrid(1, microbatches=1)).fit(Adversarial(), loader(8, 4, 2))
+
+
+def test_a_backward_pass_past_the_strategy_is_refused_before_the_first_step():
+    run_trainers(2, past)

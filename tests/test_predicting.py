@@ -2,6 +2,7 @@
 
 import warnings
 
+import numpy
 import pytest
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
@@ -96,12 +97,11 @@ def streamed(layout):
     return [trainer.predict(Predicting(), DataLoader(Stream(trainer, number), 2)) for number in (7, 1)]
 
 
-def test_a_stream_is_joined_replica_after_replica():
+def test_streams_that_replicas_share_in_turn_are_joined_in_order():
     x, y = samples(7).tensors
     one = Predicting().predict_step((x, y), 0)["output"].detach()
     for seven, single in run_trainers(4, streamed, (2, 2, 1)):
-        order = [0, 2, 1, 3, 4, 6, 5]
-        torch.testing.assert_close(torch.cat([batch["output"] for batch in seven]), one[order])
+        torch.testing.assert_close(torch.cat([batch["output"] for batch in seven]), one)
         torch.testing.assert_close(single[0]["output"][:, 0], Predicting()(samples(1).tensors[0])[:, 0].detach())
         assert len(single) == 1
 
@@ -142,3 +142,39 @@ def test_what_cannot_be_joined_is_refused_on_every_rank():
         assert logs == "predict_step logs 'mean': Lightning has no log then."
         torch.testing.assert_close(one, [Small()(samples(4).tensors[0]).mean().detach()])
         assert nothing == [None]
+
+
+def in_an_order(layout):
+    """With a sampler of the user's, whose numbers are NumPy's."""
+    writer, order = Writer(), numpy.array([5, 2, 7, 0, 1, 6, 3, 4])
+    trainer = trainer_of(hybrid(*layout[::2]) if layout else "auto", callbacks=[writer])
+    loader = DataLoader(samples(8), 4 // (layout[1] if layout else 1), sampler=list(order))
+    return trainer.predict(Predicting(), loader), writer.batches, writer.epochs
+
+
+def test_the_order_is_that_of_the_users_sampler():
+    result, batches, epochs = in_an_order(None)
+    for rank, (found, own_batches, own_epochs) in enumerate(run_trainers(4, in_an_order, (2, 2, 1))):
+        torch.testing.assert_close(found, result)
+        if rank == 0:
+            torch.testing.assert_close(own_batches, batches)
+            torch.testing.assert_close(own_epochs, epochs)
+
+
+class Wrong(Small):
+    """A mistake of the user's, in code that only the last stage runs with true values."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) + undefined  # noqa: F821
+
+
+def mistaken():
+    with pytest.raises(Exception, match="undefined") as caught:
+        trainer_of(hybrid()).fit(Wrong(), DataLoader(samples(8), 4))
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_a_mistake_in_the_users_step_is_no_matter_of_the_cut():
+    first, second = run_trainers(2, mistaken)
+    assert second == ("NameError", "name 'undefined' is not defined")
+    assert first[1].startswith("Rank 1 failed first: NameError: name 'undefined' is not defined")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
@@ -112,8 +113,11 @@ class Random(Small):
         self.log("loss", loss)
         return loss
 
+    def test_step(self, batch, batch_idx):
+        self.loss(batch)
 
-def drawn(layout, folder, seed, generator, resume):
+
+def drawn(layout, folder, seed, generator, resume, test=False):
     """Four epochs over shuffled data, with a checkpoint after each, or the last two of them."""
     seed_everything(seed, workers=True) if seed is not None else torch.manual_seed(torch.initial_seed() % 1000)
     pipeline, _, chunks = layout
@@ -122,8 +126,19 @@ def drawn(layout, folder, seed, generator, resume):
     checkpoint = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
     strategy = hybrid(pipeline, chunks, microbatches=1 if layout == (1, 1, 1) else 2)
     trainer = trainer_of(strategy, max_epochs=4, callbacks=[watch, checkpoint], enable_checkpointing=True)
-    trainer.fit(Random(), train, ckpt_path=folder / "epoch=1.ckpt" if resume else None)
+    module = Random()
+    if test:
+        trainer.test(module, loader(4, 4, layout[1]), verbose=False)
+    trainer.fit(module, train, ckpt_path=folder / "epoch=1.ckpt" if resume else None)
     return watch.seen, weights(trainer)
+
+
+def test_what_was_done_before_resuming_changes_nothing(tmp_path):
+    """The module is cut by a test first, which draws a seed of its own."""
+    whole = run_trainers(2, drawn, (2, 1, 1), tmp_path, None, False, False)
+    again = run_trainers(2, drawn, (2, 1, 1), tmp_path, None, False, True, True)
+    assert again[0][0] == whole[0][0][-len(again[0][0]) :]
+    torch.testing.assert_close(again[0][1], whole[0][1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (2, 2, 1)], ids=str)
@@ -164,7 +179,7 @@ class Stateful:
         self.position, self.given = state["position"], state["given"]
 
 
-def interrupted(layout, folder, resume, stateful=True, steps=10):
+def interrupted(layout, folder, resume, steps=10, stateful=True):
     """Steps over twenty batches, two of them a step, or the rest of them after the third step."""
     pipeline, data, chunks = layout
     batches = list(loader(80, 4, data))
@@ -181,7 +196,7 @@ def test_stateful_loaders_go_on_in_the_middle_of_an_epoch(layout, tmp_path):
     """Case 32: each replica at its own place."""
     size = layout[0] * layout[1]
     whole = run_trainers(size, interrupted, layout, tmp_path, False)
-    again = run_trainers(size, interrupted, layout, tmp_path, True, True, 3)
+    again = run_trainers(size, interrupted, layout, tmp_path, True, 3)
     for (given, step, state), (resumed_given, resumed_step, resumed) in zip(whole, again, strict=True):
         assert given == resumed_given
         assert step == resumed_step == 10
@@ -191,7 +206,7 @@ def test_stateful_loaders_go_on_in_the_middle_of_an_epoch(layout, tmp_path):
 
 def resumed_elsewhere(layout, folder):
     with pytest.raises(RuntimeError) as caught:
-        interrupted(layout, folder, True, steps=3)
+        interrupted(layout, folder, True, 3)
     return str(caught.value)
 
 
@@ -200,3 +215,17 @@ def test_loaders_in_the_middle_of_an_epoch_do_not_fit_another_number_of_replicas
     (message,) = run_trainers(1, resumed_elsewhere, (1, 1, 1), tmp_path)
     assert "stateful loaders of 2 replica(s), and now there are 1" in message
     assert "Resume with a data parallel size of 2" in message
+
+
+def plainly(folder):
+    interrupted((1, 2, 1), folder, False, stateful=False)
+    if dist.get_rank() > 0:
+        interrupted((1, 2, 1), folder, True, 3, stateful=False)
+        return
+    with pytest.warns(UserWarning, match="ended before the epoch ended and your dataloader is not resumable"):
+        interrupted((1, 2, 1), folder, True, 3, stateful=False)
+
+
+def test_plain_loaders_start_the_epoch_anew_with_a_warning(tmp_path):
+    """Case 32."""
+    run_trainers(2, plainly, tmp_path)

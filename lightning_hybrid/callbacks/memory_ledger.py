@@ -63,6 +63,13 @@ class MemoryLedger(Callback):
         self._close()
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        ledgers = sum(isinstance(callback, MemoryLedger) for callback in callbacks)
+        if ledgers > 1:
+            raise ValueError(f"The Trainer has {ledgers} MemoryLedgers, and one can count at a time. Keep one.")
+
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin(pl_module)
         self._global_step = trainer.global_step

@@ -15,6 +15,10 @@ LONGEST_MESSAGE, LONGEST_TRACE = 4_000, 8_000  # characters that travel
 COMMUNICATION = ("/gloo/", "gloo::", "NCCL", "ncclInternal", "c10d::", "Connection closed by peer")
 
 
+class OtherStageError(RuntimeError):
+    """The step failed on another stage, which tells what happened there."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """A rank's failure, as all ranks hear of it.
@@ -73,7 +77,7 @@ def this_process() -> str:
 def is_communication_error(error: BaseException) -> bool:
     """Whether an exception, or what caused it, says that a peer or a communicator is gone, or that a wait timed out."""
     return any(
-        isinstance(link, dist.DistError) or (isinstance(link, RuntimeError) and _tells_of_peers(link))
+        isinstance(link, dist.DistError | OtherStageError) or (isinstance(link, RuntimeError) and _tells_of_peers(link))
         for link in _chain(error)
     )
 

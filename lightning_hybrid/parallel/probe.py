@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.parallel.cut import StageCut
+from lightning_hybrid.parallel.failure import OtherStageError
 from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.plan import Call, Needs, Output, Plan, TensorSpec
 from lightning_hybrid.parallel.probe_run import ProbeRun
@@ -29,6 +31,31 @@ RunStage = Callable[[ProbeRun], Result]
 """Runs the user's step as the given stage: it calls `run.run(step)` inside whatever must surround a step."""
 
 
+@dataclass(frozen=True)
+class Stopped:
+    """Why a stage could not be run.
+
+    Attributes:
+        message: Says which stage, and what happened.
+        refused: We refuse the model; else an error of the user's own code.
+    """
+
+    message: str
+    refused: bool
+
+    @classmethod
+    def by(cls, error: Exception, stage: int) -> Stopped:
+        """Tell by where it was raised what an exception is."""
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        refused = str(frames[-1].f_globals.get("__name__")).startswith("lightning_hybrid.")
+        headline = "The model cannot be cut like this. On" if refused else "The step failed on"
+        return cls(f"{headline} stage {stage}: {type(error).__name__}: {error}", refused)
+
+    def raise_elsewhere(self) -> NoReturn:
+        """Raise on the ranks that could run their stages."""
+        raise RuntimeError(self.message) if self.refused else OtherStageError(self.message)
+
+
 @dataclass
 class Header:
     """What one stage's probe hands to the next."""
@@ -39,7 +66,7 @@ class Header:
     specs: tuple[TensorSpec, ...] = ()
     payload: list[Tensor] = field(default_factory=list)
     recorded: Recorded = field(default_factory=Recorded)
-    failure: str | None = None
+    failure: Stopped | None = None
 
 
 @dataclass
@@ -76,7 +103,7 @@ def probe(cut: StageCut, mesh: Mesh, key: Hashable, run_stage: RunStage, *, trai
             try:
                 header = _probe_stage(cut, mesh, stage, Plan(key), header, run_stage, probed, training)
             except Exception as caught:  # whatever it is, the other ranks must not wait for this stage
-                error, header = caught, Header(failure=f"stage {stage}: {type(caught).__name__}: {caught}")
+                error, header = caught, Header(failure=Stopped.by(caught, stage))
         if stage + 1 < cut.num_stages:
             dist.send_object_list([header], dst=mesh.rank_of_stage(stage + 1), group=mesh.pipeline_group)
     cut.searched = cut.searched or training
@@ -124,7 +151,7 @@ def _receive(mesh: Mesh, stage: int) -> Header:
     return header
 
 
-def _agree(cut: StageCut, mesh: Mesh, probed: Probed, error: Exception | None, failure: str | None) -> None:
+def _agree(cut: StageCut, mesh: Mesh, probed: Probed, error: Exception | None, failure: Stopped | None) -> None:
     """Share failures and flags over the replica, so that all ranks go on or all raise."""
     plans = probed.plans.values()
     mine = failure, any(plan.weighted for plan in plans), any(plan.auxiliary for plan in plans)
@@ -132,9 +159,8 @@ def _agree(cut: StageCut, mesh: Mesh, probed: Probed, error: Exception | None, f
     dist.all_gather_object(everyone, mine, group=mesh.pipeline_group)
     if error is not None:
         raise error
-    failures = [other[0] for other in everyone if other[0] is not None]
-    if failures:
-        raise RuntimeError(f"The model cannot be cut like this. On {failures[0]}")
+    for stopped in (other[0] for other in everyone if other[0] is not None):
+        stopped.raise_elsewhere()
     for plan in plans:
         plan.weighted = any(other[1] for other in everyone)
         plan.auxiliary = any(other[2] for other in everyone)

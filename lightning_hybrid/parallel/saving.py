@@ -26,7 +26,7 @@ def gather_model_state(engine: Engine, keys: list[str]) -> dict[str, Any]:
     """
     local = engine.root.state_dict()
     wanted = set(keys)
-    mine = {key: whole(local[key]) for key in local if key in wanted and _saves(engine, key)}
+    mine = {key: _kept(engine, whole(local[key])) for key in local if key in wanted and _saves(engine, key)}
     parts = _collect(engine, mine)
     if parts is None:
         return {}
@@ -58,7 +58,7 @@ def gather_optimizer_state(
     """
     parameters = engine.cut.parameters if engine.cut else dict(engine.root.named_parameters())
     mine = {
-        name: {key: whole(value) for key, value in optimizer.state[parameter].items()}
+        name: {key: _kept(engine, whole(value)) for key, value in optimizer.state[parameter].items()}
         for name, parameter in parameters.items()
         if parameter in optimizer.state and (engine.cut is None or _owns(engine, name))
     }
@@ -75,6 +75,11 @@ def gather_optimizer_state(
         groups.append({**options, "params": indices, **named})
         start += len(members)
     return {"state": {i: found[name] for i, name in enumerate(order) if name in found}, "param_groups": groups}
+
+
+def _kept(engine: Engine, value: Any) -> Any:
+    """A gathered value, where it is collected; other replicas only take part in the gathering."""
+    return value if engine.mesh.data_rank == 0 and engine.mesh.tensor_rank == 0 else None
 
 
 def whole(value: Any) -> Any:

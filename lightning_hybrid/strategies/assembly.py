@@ -96,12 +96,16 @@ class Assembly:
         names = self.groups.names if self.groups is not None else []
         add_state(checkpoint, self.engine.mesh, seed=self.engine.seed, names=names, generators=generators)
 
-    def use(self, groups: ParameterGroups, *, seed: int | None) -> None:
+    def reseed(self, seed: int | None) -> None:
+        """Draw as the run does that goes on; None for a new run, which draws on."""
+        if seed is not None:
+            self.engine.seed = seed
+
+    def use(self, groups: ParameterGroups) -> None:
         """Take new optimizers, made over the whole module, for what this rank holds of it."""
         cut = self.engine.cut
         groups.keep(cut.parameters if cut else dict(self.module.named_parameters()))
         self.groups = groups
-        self.engine.seed = self.engine.seed if seed is None else seed
 
     def install(self, trainer: Trainer, precision: Precision) -> None:
         """Take the place of what sees this rank only: hooks, metrics and clipping."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from math import isfinite
 from typing import Any
@@ -17,7 +17,9 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.plugins import Precision
-from torch.optim import LBFGS, Optimizer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.optim import LBFGS, Adafactor, Optimizer
 
 from lightning_hybrid.compat import sync_batchnorm
 from lightning_hybrid.parallel.mesh import Layout
@@ -26,14 +28,14 @@ SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved_1f1b")
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "64-true")
 
 
-REFUSED_CALLBACKS = (
-    StochasticWeightAveraging,
-    WeightAveraging,
-    BaseFinetuning,
-    LearningRateFinder,
-    BatchSizeFinder,
-    ModelPruning,
-)
+REFUSED_CALLBACKS = {  # what each does to the whole model
+    StochasticWeightAveraging: "averages all parameters in each process",
+    WeightAveraging: "averages all parameters in each process",
+    BaseFinetuning: "adds parameters to the optimizer in each process",
+    LearningRateFinder: "trains all parameters and puts them back in each process",
+    BatchSizeFinder: "trains all parameters and puts them back in each process",
+    ModelPruning: "replaces parameters in each process",
+}
 
 
 def check_keywords(options: dict[str, Any]) -> None:
@@ -113,25 +115,29 @@ def check_precision(precision: Precision) -> None:
         )
 
 
-def check_module(module: LightningModule, layout: Layout, num_microbatches: int | str) -> None:
+def check_module(module: LightningModule, layout: Layout, options: Mapping[str, Any]) -> None:
     """Refuse what cannot run as several micro-batches, replicas or stages.
 
     Args:
         module: The user's module.
         layout: Sizes of the axes.
-        num_microbatches: As given.
+        options: The strategy's keywords.
 
     Raises:
         ValueError: Naming the feature and the way out.
     """
-    if not module.automatic_optimization and (layout.pipeline > 1 or num_microbatches not in ("auto", 1)):
+    microbatches = options["num_microbatches"]
+    if not module.automatic_optimization and (layout.pipeline > 1 or microbatches not in ("auto", 1)):
         raise ValueError(
             "automatic_optimization=False: the backward passes belong to the pipeline's schedule, with "
-            f"pipeline_parallel_size={layout.pipeline} and num_microbatches={num_microbatches}. Let Lightning "
+            f"pipeline_parallel_size={layout.pipeline} and num_microbatches={microbatches}. Let Lightning "
             "optimize, or set both to 1, where manual optimization and several optimizers work."
         )
-    if "dataloader_iter" in signature(module.training_step).parameters:
-        raise ValueError("training_step(self, dataloader_iter) is not supported: the strategy cuts each batch itself.")
+    if not module.automatic_optimization and layout.data > 1 and options["zero_stage"] > 0:
+        rank_zero_warn(
+            f"zero_stage={options['zero_stage']} does not apply to manual optimization: optimizer states are "
+            "replicated, as with zero_stage=0."
+        )
     if type(module).backward is not LightningModule.backward:
         raise ValueError(
             f"{type(module).__name__}.backward is overridden, and the pipeline's schedule runs the backward passes "
@@ -139,17 +145,41 @@ def check_module(module: LightningModule, layout: Layout, num_microbatches: int 
         )
 
 
+def check_before_launch(trainer: Trainer) -> None:
+    """Refuse what can be seen before any process is started.
+
+    Raises:
+        ValueError: Naming the feature and the way out.
+    """
+    check_precision(trainer.precision_plugin)
+    check_steps(trainer.lightning_module)
+    if trainer.state.fn == TrainerFn.FITTING:
+        check_trainer(trainer)
+
+
+def check_steps(module: LightningModule) -> None:
+    """Refuse steps that fetch their own batches.
+
+    Raises:
+        ValueError: Naming the step.
+    """
+    for step in ("training_step", "validation_step", "test_step", "predict_step"):
+        if "dataloader_iter" in signature(getattr(module, step)).parameters:
+            raise ValueError(f"{step}(self, dataloader_iter) is not supported: the strategy cuts each batch itself.")
+
+
 def check_trainer(trainer: Trainer) -> None:
-    """Refuse what works on all parameters in each process, by their order.
+    """Refuse what works on all parameters in each process.
 
     Raises:
         ValueError: Naming the feature and the way out.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, REFUSED_CALLBACKS):
+        reason = next((what for kind, what in REFUSED_CALLBACKS.items() if isinstance(callback, kind)), None)
+        if reason is not None:
             raise ValueError(
-                f"{type(callback).__name__} changes or averages the parameters of each process by their order, and a "
-                "stage or a shard holds only some of them. Leave it out, or use strategy='ddp'."
+                f"{type(callback).__name__} {reason}, and a stage or a shard holds only some of them. Leave it out, or "
+                "use strategy='ddp'."
             )
     if sync_batchnorm(trainer.strategy):
         raise ValueError(
@@ -158,13 +188,20 @@ def check_trainer(trainer: Trainer) -> None:
         )
 
 
-def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that call the closure several times.
+def check_optimizers(
+    optimizers: Sequence[Optimizer], module: LightningModule, layout: Layout, options: Mapping[str, Any]
+) -> None:
+    """Refuse optimizers that call the closure several times, or cannot work on shards where parameters will be sharded.
 
     Raises:
         ValueError: Naming the optimizer.
     """
+    sharded = layout.data > 1 and options["zero_stage"] > 0 and module.automatic_optimization
     for optimizer in optimizers:
+        if isinstance(optimizer, Adafactor) and sharded:
+            raise ValueError(
+                "torch.optim.Adafactor cannot work on sharded parameters. Set zero_stage=0, or choose another one."
+            )
         if isinstance(optimizer, LBFGS):
             raise ValueError(
                 "LBFGS evaluates the loss several times a step, which a pipeline's step cannot do. Choose another "

@@ -100,9 +100,9 @@ class DataLoaders:
         loaders, index = self._loaders.get(kind, []), self._steps[kind, loader] - 1
         sampler = getattr(loaders[loader], "batch_sampler", None) if loader < len(loaders) else None
         seen = getattr(sampler, "seen_batch_indices", None)
-        if not seen or index >= len(seen) or not all(isinstance(number, int) for number in seen[index]):
+        if not seen or index >= len(seen) or not all(hasattr(number, "__index__") for number in seen[index]):
             return None
-        return list(seen[index])
+        return [int(number) for number in seen[index]]  # NumPy's and torch's whole numbers too
 
 
 KINDS = {"validation_step": "val", "test_step": "test", "predict_step": "predict"}

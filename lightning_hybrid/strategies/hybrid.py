@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hybrid.parallel.executor import Event
-from lightning_hybrid.parallel.gradients import average_gradients
 from lightning_hybrid.strategies import checks
 from lightning_hybrid.strategies.assembly import Assembly, assemble
 from lightning_hybrid.strategies.evaluation import Evaluation, next_epoch
@@ -105,25 +104,24 @@ class HybridPTDPStrategy(ProcessStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        assert self.accelerator is not None
-        module = self.lightning_module
-        assert module is not None
-        self.accelerator.setup(trainer)
+        module = trainer.lightning_module
+        trainer.accelerator.setup(trainer)
         checks.check_precision(self.precision_plugin)
-        fitting = self._is_fitting
         present = self._assembly if self._assembly is not None and self._assembly.module is module else None
         if present is None:
             self._ground = survey(module, self.options, self.root_device, self.timeout, seed=self._resuming.seed)
+        elif self._is_fitting:
+            present.reseed(self._resuming.seed)
         self.model, groups = self.precision_plugin.convert_module(module), None
-        if fitting:
+        if self._is_fitting:
             with present.whole_module() if present is not None else nullcontext():
                 self._summary.show(trainer, module)
                 groups = self._group_parameters(trainer, module)
         if present is None:
             self._assembly = assemble(module, self.options, self.ground, groups, is_plain=self._is_plain)
         elif groups is not None:
-            present.use(groups, seed=self._resuming.seed)
-        if fitting:
+            present.use(groups)
+        if self._is_fitting:
             self._evaluation.loaders.resume(self._resuming.prepare(self.ground.mesh))
         self.setup_precision_plugin()
         self.assembly.install(trainer, self.precision_plugin)
@@ -142,9 +140,10 @@ class HybridPTDPStrategy(ProcessStrategy):
         """Make the optimizers over the whole module, and note which parameters they have."""
         self.setup_optimizers(trainer)
         if not self._is_plain or trainer.accumulate_grad_batches > 1:
-            checks.check_module(module, self.ground.mesh.layout, self.options["num_microbatches"])
+            checks.check_module(module, self.ground.mesh.layout, self.options)
+            checks.check_steps(module)
             checks.check_trainer(trainer)
-            checks.check_optimizers(self.optimizers)
+            checks.check_optimizers(self.optimizers, module, self.ground.mesh.layout, self.options)
         return ParameterGroups(self.optimizers, module)
 
     @override
@@ -180,7 +179,7 @@ class HybridPTDPStrategy(ProcessStrategy):
         module, mesh = self.assembly.module, self.ground.mesh
         if not module.automatic_optimization and mesh.layout.data > 1:
             loss = super().backward(self._training.weigh(closure_loss, mesh), optimizer, *args, **kwargs)
-            average_gradients(module.parameters(), mesh.data_group)
+            self._training.average(module, mesh)
             return loss
         if not self._training.has_run:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
@@ -190,6 +189,12 @@ class HybridPTDPStrategy(ProcessStrategy):
         loss = self.precision_plugin.post_backward(loss, module)
         self.post_backward(loss)
         return loss
+
+    @override
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        if not self.assembly.module.automatic_optimization:
+            self._training.check_reduced(self.ground.mesh)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -248,7 +253,8 @@ class HybridPTDPStrategy(ProcessStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
         epoch = next_epoch(self.lightning_module.trainer)
-        return self._evaluation.loaders.process(dataloader, self.ground.mesh, self.ground.seed, epoch=epoch)
+        seed = self.ground.seed if self._assembly is None else self._assembly.engine.seed  # a resumed run's
+        return self._evaluation.loaders.process(dataloader, self.ground.mesh, seed, epoch=epoch)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

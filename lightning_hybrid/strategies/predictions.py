@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 
-from lightning_hybrid.functional.joining import join, reorder
+from lightning_hybrid.functional.joining import interleave, join
 from lightning_hybrid.functional.trees import map_leaves
 from lightning_hybrid.parallel.mesh import Mesh
 
@@ -40,8 +40,8 @@ def gather_predictions(mesh: Mesh, share: Share | None) -> tuple[Any, list[int] 
         share: On the last stage, what the replica has predicted; None elsewhere, or where it has no more data.
 
     Returns:
-        The predictions in the order of the dataset, and the numbers of their samples if the loaders tell them; else in
-        the order of the replicas.
+        The predictions in the order in which one process sees the data, since replicas are dealt samples in turn; and
+        the numbers of their samples in the dataset, if the loaders tell them.
 
     Raises:
         ValueError: On every rank, if the parts cannot be joined.
@@ -57,11 +57,11 @@ def gather_predictions(mesh: Mesh, share: Share | None) -> tuple[Any, list[int] 
     for part in shares:
         if isinstance(part.value, ValueError):  # on every rank, so that none waits for another
             raise part.value
-    value = join([part.value for part in shares], [part.samples for part in shares]) if shares else None
+    sizes = [part.samples for part in shares]
+    value = join([part.value for part in shares], sizes) if shares else None
     indices = _all_indices(shares)
-    if indices is not None and len(shares) > 1:
-        order = sorted(range(len(indices)), key=indices.__getitem__)
-        value, indices = reorder(value, order), [indices[i] for i in order]
+    if len(shares) > 1:
+        value, indices = interleave(value, sizes), indices and interleave(indices, sizes)
     return map_leaves(_on(mesh.device), value), indices
 
 
@@ -77,8 +77,6 @@ def share_of(outputs: Sequence[Any], sizes: Sequence[int], indices: list[int] | 
 def tell_writers(trainer: Trainer, indices: list[int] | None, loader: int) -> None:
     """Let `BasePredictionWriter` know which samples of the dataset the predictions are of."""
     loop: Any = trainer.predict_loop
-    if indices is None:
-        return
     loop.current_batch_indices = indices
     if loop.epoch_batch_indices[loader]:
         loop.epoch_batch_indices[loader][-1] = indices

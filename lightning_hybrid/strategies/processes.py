@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from lightning_hybrid.parallel.hub import Hub
 from lightning_hybrid.parallel.watch import Watch, end_process
+from lightning_hybrid.strategies.checks import check_before_launch
 from lightning_hybrid.strategies.failures import Saving, judge
 from lightning_hybrid.strategies.files import WholeFiles
 from lightning_hybrid.strategies.launching import Launcher, check_world, launching_parent
@@ -75,6 +76,8 @@ class ProcessStrategy(ParallelStrategy):
         """Before any process is started: check how many there will be, and take care of signals."""
         assert self.cluster_environment is not None
         check_world(self.cluster_environment, self.num_processes, self.num_nodes, self.options)
+        if trainer is not None and self.num_nodes * self.num_processes > 1:
+            check_before_launch(trainer)
         if trainer is not None and self.num_nodes * self.num_processes > 1:
             self.signals = Signals()
             self.signals.install(trainer)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch.plugins import Precision
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hybrid.compat import is_accumulating
-from lightning_hybrid.parallel.gradients import install_gradients, take_gradients
+from lightning_hybrid.parallel.gradients import average_gradients, install_gradients, take_gradients
 from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.microbatch import batch_size
 from lightning_hybrid.strategies.assembly import Assembly
@@ -26,7 +26,7 @@ class Training:
 
     def __init__(self) -> None:
         self.taken: list[Any] = []
-        self.has_run = False
+        self.has_run = self._has_averaged = False
 
     def step(self, assembly: Assembly, precision: Precision, args: Sequence[Any], *, record: bool) -> Any:
         """Run one batch.
@@ -65,6 +65,23 @@ class Training:
         self._shares = Shares(mesh, [batch_size(args[0])], 1)
         name = (trainer.current_epoch, trainer.fit_loop.batch_idx)
         return assembly.runner.train_by_hand(args, precision.train_step_context, self._shares, name=name)
+
+    def average(self, module: nn.Module, mesh: Mesh) -> None:
+        """Average the gradients of a manual backward pass over the replicas."""
+        average_gradients(module.parameters(), mesh.data_group)
+        self._has_averaged = True
+
+    def check_reduced(self, mesh: Mesh) -> None:
+        """Refuse a manual step whose backward passes went past the strategy.
+
+        Raises:
+            RuntimeError: If gradients were never averaged over the replicas.
+        """
+        if mesh.layout.data > 1 and not self._has_averaged:
+            raise RuntimeError(
+                "optimizer.step() was called and self.manual_backward(loss) never was: loss.backward() leaves each "
+                f"of the {mesh.layout.data} replicas with gradients of its own. Call self.manual_backward(loss)."
+            )
 
     def weigh(self, loss: Tensor, mesh: Mesh) -> Tensor:
         """A loss of a manual step, such that its mean over the replicas gives each sample the same weight."""

@@ -66,12 +66,14 @@ def check_pipeline(chunks, accumulate, zero_stage, schedule, microbatches):
     assert not any(row.axis in ("data", "holders") for row in ledger.world)
 
 
-def check_replicas(accumulate):
+def check_replicas(accumulate, replicas=2):
     """Stage 0: one sum of all gradients a step, however many batches a step has."""
-    trainer, ledger = ledger_of(hybrid(1, zero_stage=0), 2, accumulate)
+    trainer, ledger = ledger_of(hybrid(1, zero_stage=0), replicas, accumulate)
     size = gradient_bytes(trainer)
     counted = {row: traffic for row, traffic in ledger.last.items() if row.dtype == "float64" and row.axis == "data"}
-    assert counted == {Row("data", "backward", "all_reduce", "float64"): Traffic(1, size, 2 * (2 - 1) / 2 * size)}
+    assert counted == {
+        Row("data", "backward", "all_reduce", "float64"): Traffic(1, size, 2 * (replicas - 1) / replicas * size)
+    }
     counts = ledger.last["data", "step", "all_reduce", "int32"]  # ranks with a gradient of each, in time and late
     assert counts.payload == 2 * 4 * len(list(trainer.lightning_module.parameters()))
 
@@ -152,6 +154,7 @@ def test_rank_0_prints_a_table_once(results):
 
 
 def four_ranks():
+    check_replicas(accumulate=1, replicas=4)
     whole = {}
     results = []
     for accumulate in (1, 2):

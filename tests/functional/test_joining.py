@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hybrid.functional.joining import join, reorder
+from lightning_hybrid.functional.joining import interleave, join
 from lightning_hybrid.parallel.microbatch import split_batch
 
 Pair = namedtuple("Pair", "a b")
@@ -15,11 +15,11 @@ def equal(found, expected):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@given(st.integers(1, 9), st.integers(1, 9), st.randoms())
-def test_what_split_batch_cuts_is_joined_again(samples, parts, random):
+@given(st.integers(1, 9), st.integers(1, 9))
+def test_what_split_batch_cuts_is_joined_again(samples, parts):
     batch = {
         "x": torch.arange(samples * 3).view(samples, 3),
-        "pair": Pair(torch.arange(samples), [torch.arange(samples) + 5, torch.arange(2 * samples).view(samples, 2)]),
+        "pair": Pair(torch.arange(samples), (torch.arange(samples) + 5, torch.arange(2 * samples).view(samples, 2))),
         "names": [f"s{i}" for i in range(samples)],
         "same": {"a": 1.5, "b": "text", "c": None, "d": True},
     }
@@ -29,24 +29,33 @@ def test_what_split_batch_cuts_is_joined_again(samples, parts, random):
     assert joined["names"] == batch["names"]
     assert joined["same"] == batch["same"]
     equal([joined["x"], joined["pair"].a, *joined["pair"].b], [batch["x"], batch["pair"].a, *batch["pair"].b])
-    order = list(range(samples))
-    random.shuffle(order)
-    moved = reorder(joined, order)
-    equal([moved["x"], moved["pair"].b[1]], [batch["x"][order], batch["pair"].b[1][order]])
-    assert moved["names"] == [batch["names"][i] for i in order]
+
+
+@given(st.integers(1, 4), st.integers(0, 30))
+def test_what_is_dealt_in_turn_comes_back_in_order(replicas, samples):
+    shares = [list(range(samples))[r::replicas] for r in range(replicas)]
+    shares = [share for share in shares if share] or [[]]
+    sizes = [len(share) for share in shares]
+    outputs = [{"x": torch.tensor(share), "pair": ([f"s{i}" for i in share], 7)} for share in shares]
+    value = interleave(join(outputs, sizes), sizes)
+    assert value["x"].tolist() == list(range(samples))
+    assert value["pair"] == ([f"s{i}" for i in range(samples)], 7)
 
 
 def test_a_list_with_one_thing_a_sample_stays_one():
     """Detections: another number of boxes for each image."""
     first, second = [{"boxes": torch.ones(2, 4)}, {"boxes": torch.ones(0, 4)}], [{"boxes": torch.ones(5, 4)}]
-    assert [len(each["boxes"]) for each in join([first, second], [2, 1])] == [2, 0, 5]
-    assert [len(each["boxes"]) for each in reorder(join([first, second], [2, 1]), [2, 0, 1])] == [5, 2, 0]
+    joined = join([first, second], [2, 1])
+    assert [len(each["boxes"]) for each in joined] == [2, 0, 5]
+    assert [len(each["boxes"]) for each in interleave(joined, [2, 1])] == [2, 5, 0]
 
 
-def test_as_many_tensors_as_samples_are_a_container_where_each_covers_all_samples():
-    parts = [(torch.zeros(2), torch.ones(2)), (torch.zeros(2), torch.ones(2))]
-    equal(join(parts, [2, 2]), (torch.zeros(4), torch.ones(4)))
-    equal(join([list(part) for part in parts], [2, 2]), [torch.zeros(4), torch.ones(4)])
+def test_a_list_has_one_entry_a_sample_and_a_tuple_several_things_whatever_their_lengths():
+    two = torch.arange(2.0)
+    equal(join([[two, two], [two]], [2, 1]), [two, two, two])  # as many numbers as samples, by chance
+    equal(join([(two, two), (two, two)], [2, 2]), (torch.cat([two, two]), torch.cat([two, two])))
+    assert join([{"size": (640, 480)}, {"size": (640, 480)}], [4, 4]) == {"size": (640, 480)}
+    assert join([[], []], [2, 1]) == []
 
 
 def test_types_of_mappings_stay():
@@ -71,6 +80,9 @@ def test_one_part_may_be_anything(value):
         ([1, True], "returned bool, int for parts"),
         ([None, torch.zeros(1)], "NoneType"),
         ([[1, 2, 3], [1]], "list of length"),
+        ([[torch.zeros(2)] * 3, [torch.zeros(1)] * 3], "list of length 3"),
+        ([("a", "b"), ("c",)], r"tuples of 2 constants.*Return a list for the first, a dictionary for the second"),
+        ([{"size": (640, 480)}, {"size": (640,)}], "tuples of 2 constants"),
     ],
 )
 def test_what_cannot_be_joined_is_refused_with_the_way_out(parts, message):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from torch.optim import LBFGS, AdamW
+from torch.optim import LBFGS, Adafactor, AdamW
 
 from lightning_hybrid.parallel.mesh import Layout
 from lightning_hybrid.strategies.checks import (
@@ -14,6 +14,7 @@ from lightning_hybrid.strategies.checks import (
     check_module,
     check_optimizers,
     check_precision,
+    check_steps,
 )
 
 DEFAULTS = {
@@ -73,6 +74,10 @@ def test_layers_are_named_by_strings(value):
         check_keywords({**DEFAULTS, "pipeline_layers": value})
 
 
+OPTIONS = {"num_microbatches": "auto", "zero_stage": 0}
+SHARDED = {**OPTIONS, "zero_stage": 1}
+
+
 class Manual(LightningModule):
     def __init__(self):
         super().__init__()
@@ -103,16 +108,18 @@ class Usual(LightningModule):
 )
 def test_modules_that_run_the_backward_pass_themselves_are_refused(module, message):
     with pytest.raises(ValueError, match=message):
-        check_module(module(), Layout(2, 1), "auto")
+        check_module(module(), Layout(2, 1), OPTIONS)
 
 
 def test_usual_modules_and_optimizers_pass():
-    check_module(Usual(), Layout(2, 1), 4)
-    check_module(Manual(), Layout(1, 4), "auto")
-    check_module(Manual(), Layout(1, 4), 1)
+    check_module(Usual(), Layout(2, 1), {**OPTIONS, "num_microbatches": 4})
+    check_module(Manual(), Layout(1, 4), OPTIONS)
+    check_module(Manual(), Layout(1, 4), {**OPTIONS, "num_microbatches": 1})
     weight = torch.nn.Parameter(torch.zeros(1))
-    check_optimizers([])
-    check_optimizers([AdamW([{"params": [weight]}])])
+    check_optimizers([], Usual(), Layout(2, 2), OPTIONS)
+    check_optimizers([AdamW([{"params": [weight]}])], Usual(), Layout(2, 2), SHARDED)
+    check_optimizers([Adafactor([weight])], Usual(), Layout(2, 2), OPTIONS)
+    check_optimizers([Adafactor([weight])], Usual(), Layout(2, 1), SHARDED)
 
 
 def test_optimizers_that_repeat_the_step_are_refused_by_name():
@@ -122,7 +129,9 @@ def test_optimizers_that_repeat_the_step_are_refused_by_name():
         pass
 
     with pytest.raises(ValueError, match="LBFGS evaluates the loss several times a step"):
-        check_optimizers([Mine([weight])])
+        check_optimizers([Mine([weight])], Usual(), Layout(2, 1), OPTIONS)
+    with pytest.raises(ValueError, match=r"Adafactor cannot work on sharded parameters\. Set zero_stage=0"):
+        check_optimizers([Adafactor([weight])], Usual(), Layout(2, 2), SHARDED)
 
 
 @pytest.mark.parametrize(
@@ -140,3 +149,12 @@ def test_other_precisions_are_refused_with_those_that_work(precision):
         ValueError, match=rf"precision='{precision}' does not work.*32-true, bf16-true, bf16-mixed, 64-true"
     ):
         check_precision(SimpleNamespace(precision=precision))
+
+
+@pytest.mark.parametrize("name", ["training_step", "validation_step", "test_step", "predict_step"])
+def test_steps_that_fetch_their_own_batches_are_refused_by_name(name):
+    module = Usual()
+    check_steps(module)
+    setattr(module, name, lambda dataloader_iter: None)
+    with pytest.raises(ValueError, match=rf"{name}\(self, dataloader_iter\) is not supported"):
+        check_steps(module)

@@ -1,5 +1,6 @@
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -71,7 +72,13 @@ class Noting:
 
 @pytest.mark.parametrize(
     ("seen", "expected"),
-    [([[3, 1], [2]], [[3, 1], [2], None]), ([["a"]], [None]), ([], [None]), (None, [None])],
+    [
+        ([[3, 1], [2]], [[3, 1], [2], None]),
+        ([list(numpy.array([4, 2]))], [[4, 2]]),
+        ([["a"]], [None]),
+        ([], [None]),
+        (None, [None]),
+    ],
 )
 def test_samples_are_known_where_the_sampler_notes_whole_numbers(seen, expected):
     loaders = DataLoaders()

@@ -2,6 +2,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -18,6 +19,7 @@ from lightning_hybrid.strategies.loaders import (
     check_same_batch,
     fingerprint,
     remove_padding,
+    seed_workers,
 )
 from tests.launch import run_ranks
 
@@ -220,3 +222,17 @@ def compared():
 
 def test_different_batches_on_two_stages_are_refused_on_all_ranks_of_the_replica():
     assert run_ranks(4, compared) == [True] * 4
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_workers_are_seeded_by_the_replica_where_the_user_wants_seeds(wanted, monkeypatch):
+    monkeypatch.setenv("PL_SEED_WORKERS", str(int(wanted)))
+    loader = DataLoader(range(3), num_workers=0)
+    seed_workers(loader, 5)
+    assert (loader.worker_init_fn is not None) == wanted
+    if wanted:
+        assert loader.worker_init_fn.func is pl_worker_init_function
+        assert loader.worker_init_fn.keywords == {"rank": 5}
+    own = DataLoader(range(3), worker_init_fn=print)
+    seed_workers(own, 5)
+    assert own.worker_init_fn is print

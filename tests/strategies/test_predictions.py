@@ -26,7 +26,7 @@ def gathered():
     mesh = Mesh(Layout(2, 2), device=CPU)
     results = [
         gather_predictions(mesh, replica(mesh, [0, 2, 4], [1, 3, 5])),
-        gather_predictions(mesh, replica(mesh, [4, 6], [5])),
+        gather_predictions(mesh, replica(mesh, [6, 4], [5])),
         gather_predictions(mesh, replica(mesh, [8], [])),
         gather_predictions(mesh, replica(mesh, [7, 0], [3], indices=False)),
     ]
@@ -39,9 +39,9 @@ def test_every_rank_gets_each_sample_once_in_order():
     for found in run_ranks(4, gathered):
         assert found == [
             ([0, 10, 20, 30, 40, 50], [f"s{i}" for i in range(6)], [0, 1, 2, 3, 4, 5]),
-            ([40, 50, 60], ["s4", "s5", "s6"], [4, 5, 6]),
+            ([60, 50, 40], ["s6", "s5", "s4"], [6, 5, 4]),  # the order of the user's sampler
             ([80], ["s8"], [8]),
-            ([70, 0, 30], ["s7", "s0", "s3"], None),
+            ([70, 30, 0], ["s7", "s3", "s0"], None),
         ]
 
 
