@@ -151,8 +151,15 @@ class ProcessStrategy(ParallelStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather from the ranks that see different data, or from `group`."""
-        return super().all_gather(tensor, group=group or self.data_group, sync_grads=sync_grads)
+        """Gather from the ranks that see different data, or from `group`; Lightning's default is the world."""
+        group = self.data_group if group in (None, dist.group.WORLD) else group
+        if sync_grads or not dist.is_initialized():
+            return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+        parts = [
+            torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))
+        ]
+        dist.all_gather(parts, tensor.detach().contiguous(), group=group)
+        return torch.stack(parts)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
