@@ -9,7 +9,7 @@ from torch import nn
 from lightning_hybrid.compat import OptimizedModule, is_compiled, is_compiled_function
 from lightning_hybrid.parallel.cut import ancestors_of
 
-STEPS = ("training_step", "validation_step", "test_step")
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def check_compiled(module: nn.Module, blocks: Sequence[str], *, pipeline: int) -> None:
