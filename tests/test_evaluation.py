@@ -7,7 +7,7 @@ from torchmetrics import MeanMetric, Metric, SumMetric
 from torchmetrics.utilities import dim_zero_cat
 
 from tests.launch import run_trainers
-from tests.small import Small, hybrid, samples, trainer_of
+from tests.small import Small, hybrid, loader, samples, trainer_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with the dataloaders"),  # no sample is repeated here
@@ -152,3 +152,37 @@ def test_validation_while_training_counts_once(limit, counts):
         for found in run_trainers(layout[0] * layout[1], fitted, layout, limit):
             expected = counts or [min(3, 2 * layout[1]), 1]
             assert [found[f"count/dataloader_idx_{i}"] for i in range(2)] == expected
+
+
+class OwnParameter(Small):
+    """Reads a parameter of its own on the first stage, and keeps what validation saw, as users do."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = torch.nn.Parameter(torch.zeros(6, dtype=torch.float64))
+        self.losses = []
+
+    def forward(self, x):
+        return super().forward(x + self.shift)
+
+    def validation_step(self, batch, batch_idx):
+        self.losses.append(self.loss(batch).detach())
+
+    def on_validation_epoch_end(self):
+        self.log("val_loss", torch.stack(self.losses).mean())
+        self.losses.clear()
+
+
+def kept(layout):
+    strategy = hybrid(layout[0], microbatches=1) if layout else "auto"
+    trainer = trainer_of(strategy, max_epochs=2, num_sanity_val_steps=0)
+    share = 4 // (layout[1] if layout else 1)
+    val = DataLoader(samples(8, seed=1), share)
+    trainer.fit(OwnParameter(), loader(8, 4, layout[1] if layout else 1), val)
+    return float(trainer.callback_metrics["val_loss"])
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (2, 2)], ids=str)
+def test_hooks_see_lists_beside_a_parameter_that_another_stage_has(layout):
+    expected = kept(None)
+    assert run_trainers(layout[0] * layout[1], kept, layout) == pytest.approx([expected] * layout[0] * layout[1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -94,6 +94,11 @@ class Engine:
     def is_partial(self) -> bool:
         """Whether this rank has only some of the parameters, or shards of them."""
         return self.cut is not None or isinstance(self.data, Sharded)
+
+    @property
+    def stand_ins(self) -> Collection[str]:
+        """Names of parameters that other stages have, and something empty stands for here."""
+        return self.cut.stand_ins if self.cut is not None else ()
 
     def prepare(self, step: Step, *, training: bool) -> list[dict[int, Plan]]:
         """Plans of each micro-batch; structures and shapes not met before are probed."""

@@ -47,7 +47,8 @@ class Stopped:
     def by(cls, error: Exception, stage: int) -> Stopped:
         """Tell by where it was raised what an exception is."""
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        refused = str(frames[-1].f_globals.get("__name__")).startswith("lightning_hybrid.")
+        ours = str(frames[-1].f_globals.get("__name__")).startswith("lightning_hybrid.")
+        refused = ours and not frames[-1].f_code.co_name.startswith("__torch")  # an operation that we only watch
         headline = "The model cannot be cut like this. On" if refused else "The step failed on"
         return cls(f"{headline} stage {stage}: {type(error).__name__}: {error}", refused)
 

@@ -179,5 +179,6 @@ def _refuse_read(provenance: Provenance, tag: int) -> None:
         raise AbsentValueError(
             f"The step reads a Python number (or a shape that depends on values) from the output of {names}, which "
             "lives on another pipeline stage, so that this stage cannot know it. Keep the value a tensor, or move the "
-            "decision into a block."
+            "decision into a block. If what is read should come from the last block, a skip connection crosses the "
+            "cut: choose a partition that keeps both of its ends in one stage."
         )

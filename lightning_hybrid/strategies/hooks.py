@@ -105,7 +105,8 @@ class SharedHooks:
 
     def _shareable(self) -> dict[str, Any]:
         kinds = (*CONTAINERS, *SIMPLE, Tensor)
-        own = plain_attributes(self._module)
+        absent = self._engine.stand_ins  # of parameters of the module itself, which another stage has
+        own = {name: value for name, value in plain_attributes(self._module).items() if name not in absent}
         return {name: value for name, value in own.items() if name not in LIGHTNINGS and isinstance(value, kinds)}
 
     def _copy_from_last_stage(self) -> None:

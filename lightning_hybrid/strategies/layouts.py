@@ -32,7 +32,8 @@ def choose_layout(options: dict[str, Any], blocks: Sequence[str], world_size: in
         )
     if size == 1 and chunks > 1:
         raise ValueError(
-            f"num_chunks={chunks} needs a pipeline, and {world_size} processes with {len(blocks)} blocks make none."
+            f"num_chunks={chunks} needs a pipeline, and {world_size} processes with {len(blocks)} blocks make none. "
+            "Set num_chunks=1, or start more processes."
         )
     return layout
 

@@ -104,7 +104,8 @@ def check_loss(output: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise TypeError(
             f"training_step returned {type(output).__name__} without a scalar loss tensor. Under this strategy it must "
-            'return the loss, or a dictionary with "loss" (and "loss_weight" for an exactly weighted mean).'
+            'return the loss, or a dictionary with "loss" (and "loss_weight" for an exactly weighted mean). To skip a '
+            "batch, return the loss times zero."
         )
     return loss
 

@@ -12,7 +12,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -67,6 +67,12 @@ def survey(
     if layout.pipeline * layout.data > 1:
         check_compiled(module, blocks, pipeline=layout.pipeline)
     _log_layout(layout, options)
+    if options["pipeline_parallel_size"] == "auto" and layout.pipeline == 1 and layout.data > 1 < len(blocks):
+        rank_zero_warn(
+            f"pipeline_parallel_size='auto' splits nothing: no divisor of {layout.data} processes is from 2 to "
+            f"{len(blocks)}, the number of blocks, so that each process holds the whole model. Start another number of "
+            "processes to split it, or set pipeline_parallel_size=1 if this is meant."
+        )
     sizes = _spread(module, options, blocks, layout) if layout.pipeline > 1 else []
     mesh = Mesh(layout, device=device, timeout=timeout)
     agreed = _agree_on_seed(mesh)

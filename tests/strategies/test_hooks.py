@@ -56,10 +56,14 @@ class Recording(Module):
         self.outputs.clear()
 
 
+def engine_of(mesh, is_last):
+    return SimpleNamespace(mesh=mesh, is_last=is_last, is_partial=False, stand_ins=(), num_samples=1)
+
+
 def hooks_of(module, layout):
     mesh = Mesh(layout, device=CPU)
     is_last = mesh.pipeline_rank == layout.pipeline - 1
-    hooks = SharedHooks(module, SimpleNamespace(mesh=mesh, is_last=is_last, is_partial=False, num_samples=1))
+    hooks = SharedHooks(module, engine_of(mesh, is_last))
     hooks.install()
     return mesh
 
@@ -148,7 +152,7 @@ def wrapped_names():
     module = Logging()
     own = module.on_train_end
     mesh = Mesh(Layout(1, 1), device=CPU)
-    hooks = SharedHooks(module, SimpleNamespace(mesh=mesh, is_last=True, is_partial=False, num_samples=1))
+    hooks = SharedHooks(module, engine_of(mesh, True))
     hooks.install()
     names = {name for name in vars(module) if name.startswith("on_")}
     hooks.install()  # a second time changes nothing
