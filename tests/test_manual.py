@@ -99,3 +99,32 @@ def past():
 
 def test_a_backward_pass_past_the_strategy_is_refused_before_the_first_step():
     run_trainers(2, past)
+
+
+class Closing(Small):
+    """Its backward passes are in the optimizer's closure."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+
+        def closure():
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure=closure)
+
+
+def closed(data):
+    trainer = trainer_of(hybrid(1, microbatches=1, zero_stage=0) if data > 1 else "auto")
+    trainer.fit(Closing(), loader(16, 4, data))
+    return dict(weights(trainer))
+
+
+def test_backward_passes_may_be_in_the_optimizers_closure():
+    torch.testing.assert_close(run_trainers(2, closed, 2)[0], closed(1))

@@ -193,7 +193,7 @@ class HybridPTDPStrategy(ProcessStrategy):
     @override
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         if not self.assembly.module.automatic_optimization:
-            self._training.check_reduced(self.ground.mesh)
+            closure = self._training.checked(closure, self.ground.mesh)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override

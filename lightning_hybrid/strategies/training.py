@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning.pytorch.plugins import Precision
@@ -71,7 +71,17 @@ class Training:
         average_gradients(module.parameters(), mesh.data_group)
         self._has_averaged = True
 
-    def check_reduced(self, mesh: Mesh) -> None:
+    def checked(self, closure: Callable[[], Any], mesh: Mesh) -> Callable[[], Any]:
+        """A manual step's closure, which may hold its backward passes, with a check between them and the update."""
+
+        def and_check() -> Any:
+            result = closure()
+            self._check_averaged(mesh)
+            return result
+
+        return and_check
+
+    def _check_averaged(self, mesh: Mesh) -> None:
         """Refuse a manual step whose backward passes went past the strategy.
 
         Raises:
