@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +26,28 @@ sys.path.append(str(Path(__file__).parents[1]))  # for the example's model
 INSIDE = "BENCHMARK_RANK"  # set in the processes that measure
 
 
-def launch(script: str, case: str, size: int) -> None:
+def run(script: str, about: str | None, cases: Mapping[str, tuple[int, Callable[[str], None]]]) -> None:
+    """The command line of a benchmark: all cases, or the one that is named.
+
+    Args:
+        script: Its file.
+        about: Its docstring.
+        cases: Of each case, the number of ranks and what each rank runs.
+    """
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("case", nargs="?", choices=cases, help="default: all, one after the other")
+    args = parser.parse_args()
+    for case in [args.case] if args.case else cases:
+        size, measure = cases[case]
+        if _is_rank():
+            measure(case)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        else:
+            _launch(script, case, size)
+
+
+def _launch(script: str, case: str, size: int) -> None:
     """Run ``python script case`` again as ``size`` ranks of one thread each; rank 0 prints the row.
 
     Raises:
@@ -36,8 +58,8 @@ def launch(script: str, case: str, size: int) -> None:
     subprocess.run([sys.executable, *torchrun, script, case], env=environment, check=True)
 
 
-def is_rank() -> bool:
-    """Whether this process was started by ``launch``; if so, silence what is not a row."""
+def _is_rank() -> bool:
+    """Whether this process was started by ``run``; if so, silence what is not a row."""
     if INSIDE not in os.environ:
         return False
     torch.set_num_threads(1)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import compare, fit, is_rank, launch
+from common import compare, fit, run
 from lightning.pytorch import Callback, LightningModule, seed_everything
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
@@ -145,16 +144,5 @@ CASES: dict[str, Callable[[str], None]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("case", nargs="?", choices=CASES, help="default: all, one after the other")
-    args = parser.parse_args()
-    for case in [args.case] if args.case else CASES:
-        if is_rank():
-            CASES[case](case)
-        else:
-            launch(__file__, case, NUM_RANKS)
-
-
 if __name__ == "__main__":
-    main()
+    run(__file__, __doc__, {case: (NUM_RANKS, measure) for case, measure in CASES.items()})

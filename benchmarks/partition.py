@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from common import SleepingBlock, StepTimes, compare, fit, is_rank, launch, typical
+from common import SleepingBlock, StepTimes, compare, fit, run, typical
 from lightning.pytorch import seed_everything
 from torch import nn
 
@@ -67,17 +65,5 @@ CASES: dict[str, Callable[[str], None]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("case", nargs="?", choices=CASES, help="default: all, one after the other")
-    args = parser.parse_args()
-    for case in [args.case] if args.case else CASES:
-        if is_rank():
-            CASES[case](case)
-            dist.destroy_process_group()
-        else:
-            launch(__file__, case, P)
-
-
 if __name__ == "__main__":
-    main()
+    run(__file__, __doc__, {case: (P, measure) for case, measure in CASES.items()})

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import SleepingBlock, StepTimes, compare, fit, is_rank, launch, report, seconds, typical
+from common import SleepingBlock, StepTimes, compare, fit, report, run, seconds, typical
 from lightning.pytorch import Callback, LightningModule, seed_everything
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -226,17 +225,5 @@ CASES: dict[str, tuple[int, Callable[[str], None]]] = {  # name: (number of rank
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("case", nargs="?", choices=CASES, help="default: all, one after the other")
-    args = parser.parse_args()
-    for case in [args.case] if args.case else CASES:
-        size, run = CASES[case]
-        if is_rank():
-            run(case)
-        else:
-            launch(__file__, case, size)
-
-
 if __name__ == "__main__":
-    main()
+    run(__file__, __doc__, CASES)
