@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism: the matrices of a block, and what is between them, dealt out to ranks."""

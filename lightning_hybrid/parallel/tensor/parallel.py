@@ -1,0 +1,71 @@
+"""What tensor parallelism has made of one rank's model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hybrid.functional.splits import Split
+from lightning_hybrid.parallel.tensor.assignment import Assignment
+from lightning_hybrid.parallel.tensor.axis import TensorAxis
+
+
+class TensorParallel:
+    """Holds the slices of a whole model's parameters, and leads back to the whole.
+
+    Args:
+        root: The whole model, changed in place: each split parameter keeps its identity and gets its slice as data.
+        assignments: The plan.
+        axis: The ranks.
+
+    Attributes:
+        splits: By parameter name, second names of shared ones too.
+        deferred: Names of whole parameters whose gradients are summed over the axis at the end of a window.
+    """
+
+    def __init__(self, root: nn.Module, assignments: Sequence[Assignment], axis: TensorAxis) -> None:
+        self.axis = axis
+        by_parameter: dict[int, Split] = {}
+        deferred: set[int] = set()
+        for assignment in assignments:
+            module = root.get_submodule(assignment.module)
+            by_parameter |= {id(module.get_parameter(n)): split for n, split in assignment.splits.items()}
+            deferred |= {id(module.get_parameter(name)) for name in assignment.deferred}
+        named = list(root.named_parameters(remove_duplicate=False))
+        self.splits = {name: by_parameter[id(p)] for name, p in named if id(p) in by_parameter}
+        self.deferred = frozenset(name for name, p in named if id(p) in deferred)
+        cut = set[int]()
+        for name, parameter in named:
+            if name in self.splits and id(parameter) not in cut:
+                cut.add(id(parameter))
+                parameter.data = self.part(name, parameter.data)
+
+    def part(self, name: str, whole: Any) -> Any:
+        """This rank's slice of a whole value of a parameter, or of an optimizer's state of the same shape."""
+        split = self.splits.get(name)
+        if split is None or not isinstance(whole, Tensor) or whole.ndim <= split.dim:
+            return whole
+        if whole.shape[split.dim] != split.length:
+            return whole
+        return split.take(whole, self.axis.size, self.axis.rank).clone(memory_format=torch.contiguous_format)
+
+    def whole(self, name: str, part: Any, like: Tensor) -> Any:
+        """The whole of a value, if it is one of a split parameter and has its shape; all ranks of the axis call it.
+
+        Args:
+            name: The parameter's.
+            part: This rank's slice, in any memory; not sharded over the data axis any more.
+            like: This rank's slice of the parameter, as it is without sharding over the data axis.
+        """
+        split = self.splits.get(name)
+        if split is None or not isinstance(part, Tensor) or part.shape != like.shape:
+            return part
+        size = self.axis.size
+        shapes = [split.local_shape(split.whole_shape(part.shape), size, rank) for rank in range(size)]
+        parts = [part.new_empty(shape) for shape in shapes]
+        dist.all_gather(parts, part.contiguous(), group=self.axis.group)
+        return split.join(parts)
