@@ -106,6 +106,22 @@ def all_gather_flat(output: Tensor, part: Tensor, group: dist.ProcessGroup | Non
     gather(output, part, group=group)
 
 
+def reduce_scatter_flat(part: Tensor, whole: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Reduce-scatter along a first dimension; torch 2.13 has a new name and warns of the old one."""
+    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    scatter(part, whole, group=group)
+
+
+def own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    """One of a module's own parameters, whatever an attribute of that name says."""
+    return module._parameters.get(name)
+
+
+def without_torch_function() -> Any:
+    """Context in which tensors of a subclass are plain ones; torch has it for `__torch_function__` alone."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def in_backward() -> bool:
     """Whether this thread runs a backward pass, its hooks and final callbacks too; no public function tells."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -1,16 +1,28 @@
 """The tensor axis of one rank: its group, and the collectives that autograd goes through.
 
 The functions are those of Shoeybi et al. 2019 (arXiv:1909.08053, section 3) and Korthikanti et al. 2022
-(arXiv:2205.05198, section 4.2). A plain tensor on every rank stands for one whole value, and so does its gradient; a part
-stands for itself, and its gradient is that of the part.
+(arXiv:2205.05198, section 4.2). A plain tensor stands for one whole value, equal on all ranks, and so does its
+gradient; a part stands for itself, and its gradient is that of the part. What a whole value is used for on every rank
+in another way makes partial gradients: it has to `enter`.
+
+Torch's functional collectives were considered: they have no uneven parts, and DTensor's redistribution reduces the
+gradients of bfloat16 parameters in bfloat16.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from lightning_hybrid.compat import is_view, reduce_scatter_flat
+from lightning_hybrid.functional.splits import Split
 
 
 class TensorAxis:
@@ -21,11 +33,19 @@ class TensorAxis:
         rank: This one's position.
         size: How many they are.
         active: A step is under way: modules show split parameters as `SplitTensor`s, and outside it as they are.
+        regather: Inputs that were gathered from sequence shards are gathered again in backward instead of being kept.
+        sequence: In a block with sequence parallelism: the split of its hidden states and their whole shape.
+        entered: The inputs that entered last, with what became of them, so that several layers share one entry.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
-        self.active = False
+        self.active = self.regather = False
+        self.sequence: tuple[Split, tuple[int, ...]] | None = None
+        self.entered: list[tuple[Tensor, int, bool, Tensor, Any]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorAxis:
+        return self  # a copy of a module computes with the same ranks
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -35,3 +55,174 @@ class TensorAxis:
             yield
         finally:
             self.active = before
+            self.entered.clear()
+
+    def sum(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Reduce in place; returns it."""
+        dist.all_reduce(tensor, op=op, group=self.group)
+        return tensor
+
+    def gather(self, part: Tensor, split: Split) -> Tensor:
+        """The whole of which each rank has a part."""
+        longest = sum(split.shares(self.size, 0))
+        padded = _padded(part.contiguous(), split.dim, longest)
+        buffer = padded.new_empty((self.size, *padded.shape))
+        parts = list(buffer.unbind())
+        dist.all_gather(parts, padded, group=self.group)
+        if split.is_even(self.size):
+            if len(split.sections) == 1 and prod(part.shape[: split.dim]) == 1:
+                return buffer.view(split.whole_shape(part.shape))
+            return split.join(parts)
+        lengths = [sum(split.shares(self.size, rank)) for rank in range(self.size)]
+        return split.join([part.narrow(split.dim, 0, n) for part, n in zip(parts, lengths, strict=True)])
+
+    def sum_part(self, whole: Tensor, split: Split) -> Tensor:
+        """This rank's part of the sum of what the ranks have."""
+        longest = sum(split.shares(self.size, 0))
+        parts = [_padded(split.take(whole, self.size, rank), split.dim, longest) for rank in range(self.size)]
+        mine = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+        reduce_scatter_flat(mine, torch.stack(parts).flatten(0, 1), self.group)
+        return mine.narrow(split.dim, 0, sum(split.shares(self.size, self.rank)))
+
+    def part(self, whole: Tensor, split: Split) -> Tensor:
+        """This rank's part."""
+        return split.take(whole, self.size, self.rank)
+
+
+def _padded(part: Tensor, dim: int, length: int) -> Tensor:
+    missing = length - part.shape[dim]
+    if not missing:
+        return part
+    return torch.cat([part, part.new_zeros((*part.shape[:dim], missing, *part.shape[dim + 1 :]))], dim)
+
+
+def enter(tensor: Tensor, axis: TensorAxis) -> Tensor:
+    """Forward nothing; backward sums the gradients (f of arXiv:1909.08053), a parameter's in float32 at least."""
+    result: Tensor = _Enter.apply(tensor, axis) if tensor.requires_grad else tensor
+    return result
+
+
+def reduce(tensor: Tensor, axis: TensorAxis) -> Tensor:
+    """Forward sums what the ranks have computed, in place; backward nothing (g of arXiv:1909.08053)."""
+    tensor = tensor.contiguous()
+    result: Tensor = _Reduce.apply(tensor.clone() if is_view(tensor) else tensor, axis)
+    return result
+
+
+def reduce_to_part(tensor: Tensor, split: Split, axis: TensorAxis) -> Tensor:
+    """Forward sums and keeps a part (reduce-scatter); backward gathers (g-bar of arXiv:2205.05198)."""
+    result: Tensor = _ReduceToPart.apply(tensor, split, axis)
+    return result
+
+
+def take(tensor: Tensor, split: Split, axis: TensorAxis) -> Tensor:
+    """Forward keeps a part of a whole value; backward gathers."""
+    result: Tensor = _Take.apply(tensor, split, axis)
+    return result
+
+
+def gather(tensor: Tensor, split: Split, axis: TensorAxis) -> Tensor:
+    """Forward makes a part whole, for ranks that go on alike; backward keeps the part's gradient."""
+    result: Tensor = _Gather.apply(tensor, split, axis)
+    return result
+
+
+def gather_and_enter(tensor: Tensor, split: Split, axis: TensorAxis, again: Again | None = None) -> Tensor:
+    """Forward gathers, for ranks that go on differently; backward sums and keeps a part (g of arXiv:2205.05198)."""
+    result: Tensor = _GatherAndEnter.apply(tensor, split, axis, again)
+    return result
+
+
+class Again:
+    """A gathered tensor that can be gathered again, once for all layers that took it.
+
+    Args:
+        part: What was gathered.
+        split: How.
+        axis: The ranks.
+    """
+
+    def __init__(self, part: Tensor, split: Split, axis: TensorAxis) -> None:
+        self._part, self._split, self._axis = part.detach(), split, axis
+        self._whole: Tensor | None = None
+
+    def whole(self) -> Tensor:
+        """Gather, unless that was done in this backward pass."""
+        if self._whole is None:
+            self._whole = self._axis.gather(self._part, self._split)
+        return self._whole
+
+    def forget(self) -> None:
+        """The backward passes of all layers that took it have run."""
+        self._whole = None
+
+
+class _Enter(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: TensorAxis) -> Tensor:
+        ctx.axis, ctx.is_parameter = axis, isinstance(tensor, nn.Parameter)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        wide = torch.promote_types(gradient.dtype, torch.float32) if ctx.is_parameter else gradient.dtype
+        total = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
+        return ctx.axis.sum(total).to(gradient.dtype), None
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: TensorAxis) -> Tensor:
+        ctx.mark_dirty(tensor)
+        return axis.sum(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _ReduceToPart(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, split: Split, axis: TensorAxis) -> Tensor:
+        ctx.split, ctx.axis = split, axis
+        return axis.sum_part(tensor, split)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.axis.gather(gradient, ctx.split), None, None
+
+
+class _Take(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, split: Split, axis: TensorAxis) -> Tensor:
+        ctx.split, ctx.axis = split, axis
+        # not a view: a part that is written must not change the whole, nor keep it in memory
+        return axis.part(tensor, split).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.axis.gather(gradient, ctx.split), None, None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, split: Split, axis: TensorAxis) -> Tensor:
+        ctx.split, ctx.axis = split, axis
+        return axis.gather(tensor, split)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.axis.part(gradient, ctx.split), None, None
+
+
+class _GatherAndEnter(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, split: Split, axis: TensorAxis, again: Again | None) -> Tensor:
+        ctx.split, ctx.axis, ctx.again = split, axis, again
+        return axis.gather(tensor, split)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        if ctx.again is not None:
+            ctx.again.forget()
+        return ctx.axis.sum_part(gradient, ctx.split), None, None, None

@@ -1,0 +1,101 @@
+"""Operations along dimensions: of a part as of the whole where the dimension is not dealt out, sums where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_hybrid.functional.splits import Split
+from lightning_hybrid.functional.trees import map_leaves
+from lightning_hybrid.parallel.tensor.axis import enter, reduce
+from lightning_hybrid.parallel.tensor.elementwise import argument
+from lightning_hybrid.parallel.tensor.split_tensor import SplitTensor, names, part_of, rules, shape_of, split_of, wrap
+
+REMOVING = names(
+    "sum mean prod amax amin max min argmax argmin any all std var std_mean var_mean norm logsumexp nansum nanmean "
+    "median mode count_nonzero nanmedian aminmax"
+)
+KEEPING = names("cumsum cumprod cummax cummin logcumsumexp sort argsort topk flip renorm glu softmin normalize")
+POSITION = {"norm": 2, "topk": 2, "renorm": 2, "normalize": 2, "var": 1, "std": 1}
+
+
+def _dims(value: Any, ndim: int) -> list[int] | None:
+    """Dimensions as numbers from 0; None for all of them."""
+    if value is None or value == () or value == []:
+        return None
+    values = value if isinstance(value, tuple | list) else [value]
+    return [dim % ndim for dim in values]
+
+
+@rules(*REMOVING)
+def _reduce_along(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, split = args[0], split_of(args[0])
+    if split is None or kwargs.get("out") is not None or any(isinstance(a, Tensor) for a in args[1:]):
+        return NotImplemented
+    ndim = len(shape_of(tensor))
+    position = POSITION.get(name, 1)
+    given = argument(args, kwargs, position, "dim", kwargs.get("axis"))
+    if isinstance(given, bool):  # var(unbiased)
+        return NotImplemented
+    dims = _dims(given, ndim)
+    if dims is None or split.dim in dims:
+        return _sum_over_ranks(name, func, args, kwargs, dims) if name in ("sum", "mean") else NotImplemented
+    keep = argument(args, kwargs, position + 1, "keepdim", False)
+    if name in ("var", "std", "var_mean", "std_mean"):
+        keep = kwargs.get("keepdim", args[3] if len(args) > 3 else False)
+    gone = 0 if keep else sum(dim < split.dim for dim in dims)
+    return _wrapped(func(*args, **kwargs), tensor, split.moved(split.dim - gone))
+
+
+def _sum_over_ranks(name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], dims: Any) -> Tensor:
+    """A sum of the ranks' sums; a mean divides by the whole's number of elements."""
+    tensor, shape = args[0], shape_of(args[0])
+    part = part_of(tensor)
+    dims = list(range(len(shape))) if dims is None else dims
+    count = 1
+    for dim in dims:
+        count *= shape[dim]
+    keep, dtype = argument(args, kwargs, 2, "keepdim", False), kwargs.get("dtype")
+    total: Tensor = reduce(part.sum(dims, keepdim=bool(keep), dtype=dtype), tensor.axis)
+    return total / count if name == "mean" else total
+
+
+@rules(*KEEPING)
+def _keep_along(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, split = args[0], split_of(args[0])
+    if split is None or kwargs.get("out") is not None:
+        return NotImplemented
+    default = 1 if name == "normalize" else -1
+    dims = _dims(
+        argument(args, kwargs, POSITION.get(name, 1), "dim", kwargs.get("dims", default)), len(shape_of(tensor))
+    )
+    if dims is None or split.dim in dims:
+        return NotImplemented
+    return _wrapped(func(*args, **kwargs), tensor, split)
+
+
+def _wrapped(result: Any, tensor: SplitTensor, split: Split) -> Any:
+    return map_leaves(lambda leaf: wrap(leaf, split, tensor.axis) if isinstance(leaf, Tensor) else leaf, result)
+
+
+@rules("layer_norm", "rms_norm")
+def _normalise(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Over the last dimensions; the gradients of weight and bias are of the rank's part only."""
+    tensor = args[0] if args else kwargs.pop("input")
+    split, shape = split_of(tensor), argument(args, kwargs, 1, "normalized_shape")
+    shape = [shape] if isinstance(shape, int) else list(shape)
+    weights = [argument(args, kwargs, 2, "weight"), argument(args, kwargs, 3, "bias") if name == "layer_norm" else None]
+    if split is None or split.dim >= tensor.ndim - len(shape) or any(split_of(w) for w in weights):
+        return NotImplemented
+    for index, weight in enumerate(weights):
+        if isinstance(weight, SplitTensor):
+            weights[index] = part_of(weight)  # deferred
+        elif isinstance(weight, Tensor):
+            weights[index] = enter(weight, tensor.axis)
+    eps = argument(args, kwargs, 4 if name == "layer_norm" else 3, "eps", 1e-5 if name == "layer_norm" else None)
+    if name == "rms_norm":
+        return wrap(F.rms_norm(part_of(tensor), shape, weights[0], eps), split, tensor.axis)
+    return wrap(F.layer_norm(part_of(tensor), shape, weights[0], weights[1], eps), split, tensor.axis)

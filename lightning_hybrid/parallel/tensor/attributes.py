@@ -1,0 +1,42 @@
+"""What a split tensor answers about itself: the geometry of the whole, and everything else of its part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+
+from lightning_hybrid.parallel.tensor.split_tensor import names, rules, shape_of
+
+ATTRIBUTES = names(
+    "dtype device requires_grad grad_fn is_leaf layout grad is_sparse is_sparse_csr is_nested is_quantized "
+    "is_cuda is_cpu is_meta is_xpu is_mps is_mkldnn is_ipu is_xla is_maia is_vulkan is_mtia itemsize output_nr "
+    "retains_grad names _version _base _backward_hooks _grad _cdata _grad_fn"
+)
+METHODS = names(
+    "is_floating_point is_complex is_signed is_conj is_neg is_inference is_pinned is_shared element_size "
+    "get_device register_hook register_post_accumulate_grad_hook retain_grad untyped_storage type __hash__ "
+    "_is_view is_same_size is_contiguous is_coalesced storage_offset new_zeros new_ones new_empty new_full "
+    "new_tensor is_tensor has_names is_nonzero_static dense_dim"
+)
+
+
+@rules(*(f"get {name}" for name in ATTRIBUTES), *METHODS, "set requires_grad", "set grad", "__format__")
+def _ask_part(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+@rules("get shape", "size", "dim", "ndimension", "get ndim", "numel", "nelement", "__len__", "stride", "sym_size")
+def _ask_whole(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    shape = torch.Size(shape_of(args[0]))
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if name in ("get shape", "size", "sym_size"):
+        return shape if dim is None else shape[dim]
+    if name in ("dim", "ndimension", "get ndim"):
+        return len(shape)
+    if name == "stride":
+        strides = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+        return strides if dim is None else strides[dim]
+    return shape[0] if name == "__len__" else shape.numel()

@@ -1,0 +1,219 @@
+"""A tensor that shows the shape of a whole and holds one rank's part of it.
+
+DTensor was considered, which does the same one level lower. Here code that nobody rewrote mixes such tensors with plain
+ones (masks, positions, biases), which DTensor refuses; a part may be of three slices (a fused query, key and value
+projection); an operation that needs the whole says so, where DTensor communicates silently; and parameters stay plain,
+so that optimizers and `fully_shard` see nothing unusual.
+
+Each operation of torch's Python interface is looked up by name. One without a rule gets whole tensors, gathered: right,
+and slow enough for a warning.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_hybrid.compat import without_torch_function
+from lightning_hybrid.functional.splits import Split
+from lightning_hybrid.functional.trees import leaves_of, map_leaves
+from lightning_hybrid.parallel.tensor.axis import TensorAxis, gather
+
+Rule = Callable[..., Any]
+"""Answers a call: it gets the function's name, the function, positional and keyword arguments."""
+
+
+def names(text: str) -> list[str]:
+    """Names of functions, separated by spaces."""
+    return text.split()
+
+
+RULES: dict[str, Rule] = {}
+_BY_FUNCTION: dict[Any, tuple[str, Rule | None]] = {}
+
+
+class SplitTensor(Tensor):
+    """One rank's part.
+
+    Attributes:
+        held: How the whole is dealt out; None for a whole parameter whose gradient is summed over the ranks later, so
+            that it may only meet parts.
+        axis: The ranks.
+    """
+
+    held: Split | None
+    axis: TensorAxis
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name, rule = _look_up(func)
+        if rule is not None:
+            with without_torch_function():
+                result = rule(name, func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        return call_whole(name, func, args, kwargs)
+
+    @override
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        with without_torch_function():
+            return f"SplitTensor(part={Tensor.__repr__(self.as_subclass(Tensor))}, {self.held})"
+
+
+def rules(*names: str) -> Callable[[Rule], Rule]:
+    """Register a rule for functions of these names."""
+
+    def register(rule: Rule) -> Rule:
+        for name in names:
+            assert name not in RULES, name
+            RULES[name] = rule
+        return rule
+
+    return register
+
+
+def wrap(part: Any, split: Split | None, axis: TensorAxis) -> SplitTensor:
+    """Show a part as the whole."""
+    with without_torch_function():
+        result = part.as_subclass(SplitTensor)
+    result.held, result.axis = split, axis
+    return result  # type: ignore[no-any-return]
+
+
+def part_of(tensor: Tensor) -> Tensor:
+    """The part as a plain tensor; a plain tensor as it is."""
+    if not isinstance(tensor, SplitTensor):
+        return tensor
+    with without_torch_function():
+        return tensor.as_subclass(Tensor)
+
+
+def shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """The whole's shape."""
+    with without_torch_function():
+        local = tuple(tensor.shape)
+    return tensor.held.whole_shape(local) if isinstance(tensor, SplitTensor) and tensor.held else local
+
+
+def split_of(value: Any) -> Split | None:
+    """The split of a part; None for anything else."""
+    return value.held if isinstance(value, SplitTensor) else None
+
+
+def axis_of(tree: Any) -> TensorAxis:
+    """The axis of the first split tensor among arguments."""
+    return next(leaf.axis for leaf in leaves_of(tree) if isinstance(leaf, SplitTensor))
+
+
+def whole(value: Any) -> Any:
+    """A split tensor made whole, with the collective that takes; anything else as it is."""
+    if not isinstance(value, SplitTensor):
+        return value
+    if value.held is None:
+        return part_of(value)
+    with without_torch_function():
+        return gather(part_of(value), value.held, value.axis)
+
+
+def call_whole(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function on whole tensors.
+
+    Raises:
+        RuntimeError: If it would write into a split tensor, or reads an address.
+    """
+    if name == "data_ptr":
+        raise RuntimeError(
+            "A custom kernel asks for the address of a tensor of which this rank holds a part only. Give the modules "
+            "around it the style 'replicated' in tensor_parallel_plan."
+        )
+    written = [args[0]] if args and _writes(name) else [kwargs["out"]] if kwargs.get("out") is not None else []
+    if any(isinstance(leaf, SplitTensor) for leaf in leaves_of(written)):
+        raise RuntimeError(
+            f"{_caller()} writes with {name} into a tensor of shape {list(shape_of(leaves_of(written)[0]))} of which "
+            "each rank holds a part, in a way that has no rule for parts. Write it without the in-place operation, or "
+            "give the module the style 'replicated' in tensor_parallel_plan."
+        )
+    if any(split_of(leaf) for leaf in leaves_of((args, kwargs))):
+        _warn_of_gather(name, args, kwargs)
+    refuse_deferred(name, (args, kwargs))
+    args, kwargs = map_leaves(whole, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def refuse_deferred(name: str, arguments: Any) -> None:
+    """Refuse a parameter whose gradient will be summed where every rank computes all of it.
+
+    Raises:
+        RuntimeError: Naming the module.
+    """
+    leaves = leaves_of(arguments)
+    deferred = [leaf for leaf in leaves if isinstance(leaf, SplitTensor) and leaf.held is None]
+    if deferred and torch.is_grad_enabled() and any(part_of(leaf).requires_grad for leaf in deferred):
+        raise RuntimeError(
+            f"{_caller()} has parameters for sequence shards (style 'sequence', or the bias behind a 'rowwise' "
+            f"weight), and {name} uses them on whole activations, where each rank would make their whole gradient. "
+            "Give the module the style 'replicated' in tensor_parallel_plan."
+        )
+
+
+def _writes(name: str) -> bool:
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or _is_in_place_operator(name)
+
+
+def _is_in_place_operator(name: str) -> bool:
+    return name.startswith("__i") and name.strip("_") in {
+        "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "imatmul",
+    }  # fmt: skip
+
+
+def _look_up(func: Any) -> tuple[str, Rule | None]:
+    if func not in _BY_FUNCTION:
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__", "__delete__"):
+            name = f"{name.strip('_')} {getattr(func.__self__, '__name__', '')}"
+        ours = (getattr(func, "__module__", None) or "torch").startswith("torch")
+        _BY_FUNCTION[func] = name, RULES.get(name) if ours else None
+    return _BY_FUNCTION[func]
+
+
+_warned = set[tuple[str, str]]()
+
+
+def _warn_of_gather(name: str, args: Any, kwargs: Any) -> None:
+    caller = _caller()
+    if (caller, name) in _warned:
+        return
+    _warned.add((caller, name))
+    gathered = [leaf for leaf in leaves_of((args, kwargs)) if split_of(leaf)]
+    shapes = ", ".join(f"{list(shape_of(leaf))} split on dimension {leaf.held.dim}" for leaf in gathered)
+    warnings.warn(
+        f"{caller} calls {name} on {shapes}, which each rank holds a part of. It has no rule for parts, so the whole "
+        "is gathered at each call: right, but slow. Give the modules around it the style 'replicated' in "
+        "tensor_parallel_plan if it is called often.",
+        stacklevel=2,
+    )
+
+
+def _caller() -> str:
+    """The innermost module of the user's whose forward is under way."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and frame.f_code.co_name not in ("_call_impl", "_wrapped_call_impl", "call"):
+            return type(owner).__name__
+        frame = frame.f_back
+    return "The step"

@@ -1,0 +1,186 @@
+"""Losses of logits whose classes are dealt out, without gathering them (arXiv:1909.08053, section 3).
+
+Three numbers a position travel: the largest logit, the sum of exponentials, and the target's logit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from lightning_hybrid.functional import splits
+from lightning_hybrid.functional.splits import Split
+from lightning_hybrid.parallel.tensor.axis import TensorAxis, reduce
+from lightning_hybrid.parallel.tensor.elementwise import argument
+from lightning_hybrid.parallel.tensor.split_tensor import SplitTensor, part_of, rules, split_of, wrap
+
+
+@rules("cross_entropy", "cross_entropy_loss")
+def _cross_entropy(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As `torch.nn.functional.cross_entropy` of class indices; half-precision logits are taken in float32."""
+    logits, target = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "target")
+    weight, smoothing = argument(args, kwargs, 2, "weight"), argument(args, kwargs, 7, "label_smoothing", 0.0)
+    split, classes = split_of(logits), 1 if logits.ndim > 1 else 0
+    old_style = argument(args, kwargs, 3, "size_average"), argument(args, kwargs, 5, "reduce")
+    if split is None or split.dim != classes or len(split.sections) > 1 or old_style != (None, None):
+        return NotImplemented
+    if isinstance(target, SplitTensor) or target.is_floating_point() or (smoothing and weight is not None):
+        return NotImplemented
+    ignored, reduction = argument(args, kwargs, 4, "ignore_index", -100), argument(args, kwargs, 6, "reduction", "mean")
+    picked, average = _TargetLogProbability.apply(part_of(logits), target, split, logits.axis, ignored, bool(smoothing))
+    loss = -(1 - smoothing) * picked - smoothing * average if smoothing else -picked
+    return _combine(loss, target, weight, ignored, reduction)
+
+
+@rules("nll_loss", "nll_loss_nd")
+def _nll_loss(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    scores, target = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "target")
+    weight, split, classes = argument(args, kwargs, 2, "weight"), split_of(scores), 1 if scores.ndim > 1 else 0
+    old_style = argument(args, kwargs, 3, "size_average"), argument(args, kwargs, 5, "reduce")
+    if split is None or split.dim != classes or len(split.sections) > 1 or old_style != (None, None):
+        return NotImplemented
+    if isinstance(target, SplitTensor):
+        return NotImplemented
+    ignored, reduction = argument(args, kwargs, 4, "ignore_index", -100), argument(args, kwargs, 6, "reduction", "mean")
+    index = target.masked_fill(target == ignored, 0).unsqueeze(classes)
+    picked = _pick(part_of(scores), index, split, scores.axis).squeeze(classes)
+    return _combine(-picked, target, weight, ignored, reduction)
+
+
+def _combine(loss: Tensor, target: Tensor, weight: Tensor | None, ignored: int, reduction: str) -> Tensor:
+    """Loss of each position, weighted by class, as `reduction` says; a position with an ignored target counts as 0."""
+    counted = target != ignored
+    weights = counted.to(loss.dtype)
+    if weight is not None:
+        weights = weights * weight.to(loss.dtype)[target.masked_fill(~counted, 0)]
+    loss = torch.where(counted, loss, 0) * weights
+    if reduction == "none":
+        return loss
+    return loss.sum() / weights.sum() if reduction == "mean" else loss.sum()
+
+
+@rules("gather", "take_along_dim")
+def _gather(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Scores of the classes that an index picks."""
+    scores, split = args[0], split_of(args[0])
+    first, second = ("dim", "index") if name == "gather" else ("indices", "dim")
+    one, two = argument(args, kwargs, 1, first), argument(args, kwargs, 2, second)
+    dim, index = (one, two) if name == "gather" else (two, one)
+    if split is None or not isinstance(dim, int) or isinstance(index, SplitTensor) or len(split.sections) > 1:
+        return NotImplemented
+    if dim % scores.ndim != split.dim:
+        return NotImplemented
+    return _pick(part_of(scores), index, split, scores.axis)
+
+
+def _pick(scores: Tensor, index: Tensor, split: Split, axis: TensorAxis) -> Tensor:
+    (begin, end), *_ = splits.bounds(split, axis.size, axis.rank)
+    absent = (index < begin) | (index >= end)
+    local = (index - begin).masked_fill(absent, 0)
+    return reduce(scores.gather(split.dim, local).masked_fill(absent, 0), axis)
+
+
+@rules("log_softmax", "softmax")
+def _softmax(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, split = args[0], split_of(args[0])
+    dim, dtype = argument(args, kwargs, 1, "dim"), kwargs.get("dtype")
+    if split is None or not isinstance(dim, int):
+        return NotImplemented
+    if dim % tensor.ndim != split.dim:
+        return wrap(func(*args, **kwargs), split, tensor.axis)
+    part = part_of(tensor) if dtype is None else part_of(tensor).to(dtype)
+    result: Tensor = _LogSoftmax.apply(_widened(part), split.dim, tensor.axis)
+    result = (result.exp() if name == "softmax" else result).to(result.dtype if _autocasts(part) else part.dtype)
+    return wrap(result, split, tensor.axis)
+
+
+def _autocasts(tensor: Tensor) -> bool:
+    """Whether softmax and losses are to be computed, and returned, in float32."""
+    return torch.is_autocast_enabled(tensor.device.type)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _exponentials(logits: Tensor, dim: int, axis: TensorAxis) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(logits - largest), its sum over all classes, and the largest logit of all classes."""
+    largest = logits.amax(dim, keepdim=True)
+    axis.sum(largest, dist.ReduceOp.MAX)
+    exponentials = (logits - largest).exp_()
+    return exponentials, axis.sum(exponentials.sum(dim, keepdim=True)), largest
+
+
+class _TargetLogProbability(Function):
+    """Log-probability of the target class, and on demand the mean over all classes; neither needs the others' logits.
+
+    The gradient is that of -log p: one minus probability at the target, minus probability elsewhere.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, split: Split, axis: TensorAxis, ignored: int, averaged: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.dtype, wide, dim = logits.dtype, _widened(logits), split.dim
+        exponentials, total, largest = _exponentials(wide, dim, axis)
+        (begin, end), *_ = splits.bounds(split, axis.size, axis.rank)
+        index = target.unsqueeze(dim)
+        absent = (index < begin) | (index >= end)
+        index = (index - begin).masked_fill(absent, 0)
+        of_target = wide.gather(dim, index).masked_fill_(absent, 0)
+        axis.sum(of_target)
+        log_total = total.log()
+        picked = (of_target - largest - log_total).squeeze(dim)
+        average = picked.new_zeros(())
+        if averaged:
+            average = (axis.sum(wide.sum(dim, keepdim=True)) / split.length - largest - log_total).squeeze(dim)
+        ctx.save_for_backward(exponentials.div_(total), index, absent, target == ignored)
+        ctx.dim, ctx.length, ctx.averaged = dim, split.length, averaged
+        _check_targets(target, ignored, split.length)
+        dtype = wide.dtype if _autocasts(logits) else logits.dtype
+        return picked.to(dtype), average.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, of_picked: Tensor, of_average: Tensor) -> tuple[Any, ...]:
+        probabilities, index, absent, ignored = ctx.saved_tensors
+        of_picked = of_picked.masked_fill(ignored, 0).unsqueeze(ctx.dim).to(probabilities.dtype)
+        weight = of_picked
+        if ctx.averaged:
+            of_average = of_average.masked_fill(ignored, 0).unsqueeze(ctx.dim).to(probabilities.dtype)
+            weight = of_picked + of_average
+        gradient = probabilities * -weight
+        gradient.scatter_add_(ctx.dim, index, of_picked.masked_fill(absent, 0))
+        if ctx.averaged:
+            gradient += of_average / ctx.length
+        return gradient.to(ctx.dtype), None, None, None, None, None
+
+
+class _LogSoftmax(Function):
+    """Over a dealt-out dimension."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, dim: int, axis: TensorAxis) -> Tensor:
+        _, total, largest = _exponentials(logits, dim, axis)
+        result = logits - largest - total.log()
+        ctx.save_for_backward(result)
+        ctx.dim, ctx.axis = dim, axis
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (result,) = ctx.saved_tensors
+        return gradient - result.exp() * ctx.axis.sum(gradient.sum(ctx.dim, keepdim=True)), None, None
+
+
+def _check_targets(target: Tensor, ignored: int, classes: int) -> None:
+    """What torch refuses would count as another rank's class here."""
+    if target.device.type != "cpu" or not target.numel():
+        return
+    wrong = ((target < 0) | (target >= classes)) & (target != ignored)
+    if bool(wrong.any()):
+        raise IndexError(f"Target {int(target[wrong][0])} is out of bounds: there are {classes} classes.")

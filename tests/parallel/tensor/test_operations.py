@@ -1,0 +1,225 @@
+"""Operations on parts give the values and gradients of the whole, and only those without a rule gather."""
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from lightning_hybrid.functional.splits import Split
+from lightning_hybrid.functional.trees import leaves_of
+from lightning_hybrid.parallel.tensor.axis import TensorAxis
+from lightning_hybrid.parallel.tensor.install import RULES
+from lightning_hybrid.parallel.tensor.split_tensor import SplitTensor, split_of, whole, wrap
+from tests.launch import run_ranks
+
+B, T, C, H, D = 2, 6, 12, 6, 2  # batch, length, width, heads, head width
+
+
+def heads(x, n=H):
+    return x.view(x.shape[0], x.shape[1], n, -1).transpose(1, 2)
+
+
+def attention(qkv, mask=None):
+    """As it stands in many blocks, with a fused projection."""
+    b, t, c = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
+    q, k, v = (x.view(b, t, H, c // H).transpose(1, 2) for x in qkv.split(c, dim=2))
+    att = (q @ k.transpose(-2, -1)) * (1.0 / k.size(-1) ** 0.5)
+    att = att.masked_fill(torch.ones(t, t, dtype=torch.bool).triu(1)[None, None], float("-inf"))
+    att = F.softmax(att, dim=-1)
+    y = att @ v if mask is None else (att + mask) @ v
+    return y.transpose(1, 2).contiguous().view(b, t, c)
+
+
+def by_head(qkv):
+    """Fused, with the heads outermost."""
+    b, t, c = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
+    q, k, v = qkv.view(b, t, H, 3 * c // H).transpose(1, 2).chunk(3, dim=-1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, c)
+
+
+def five_dims(qkv):
+    b, t, c = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
+    q, k, v = qkv.reshape(b, t, 3, H, c // H).permute(2, 0, 3, 1, 4).unbind(0)
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def grouped(q, k, v):
+    k, v = (x[:, :, None].expand(B, H, 2, T, D).reshape(B, 2 * H, T, D) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, T, -1).contiguous()
+
+
+def rotated(x):
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), dim=-1) * torch.arange(T).view(T, 1) + x
+
+
+def written(x):
+    y = x * 2
+    y[:, 1:3] = 0.5
+    y[..., 0, :] = x[..., 1, :]
+    y += 1
+    return y.mul_(3)
+
+
+def rms_norm(x, w):
+    variance = x.to(torch.float64).pow(2).mean(-1, keepdim=True)
+    return w * (x * torch.rsqrt(variance + 1e-6))
+
+
+LAST, SEQ, HEADS, FUSED = Split(2, (C,)), Split(1, (T,)), Split(1, (H,)), Split(2, (C, C, C))
+ROWS, COLUMNS, VOCAB = Split(0, (24,)), Split(1, (24,)), Split(1, (15,))
+x, qkv, q = (B, T, C), (B, T, 3 * C), (B, H, T, D)
+OPERATIONS = {  # name: (function, one (shape, split) for each argument)
+    "pointwise": (lambda a, b: F.gelu(a) * torch.sigmoid(b) + a / 2 - b**2, [(x, LAST), (x, LAST)]),
+    "plain operand": (lambda a, b: a + b, [(x, LAST), (x, None)]),
+    "plain first": (lambda a, b: a * b, [(x, None), (x, SEQ)]),
+    "broadcast scale": (lambda a, b: a * b, [(x, SEQ), ((C,), None)]),
+    "broadcast scale over heads": (lambda a, b: a * b, [(q, HEADS), ((H, 1, 1), None)]),
+    "position bias": (lambda a, b: (a + b).softmax(-1), [((B, H, T, T), HEADS), ((1, H, T, T), None)]),
+    "reflected": (lambda a: 1 - a + (2 * a) ** 3 + 2.0**a, [(x, LAST)]),
+    "where": (lambda a, b: torch.where(a > 0, a, b).clamp(min=-0.5), [(x, SEQ), (x, None)]),
+    "written": (written, [(x, LAST)]),
+    "rotary": (rotated, [(q, HEADS)]),
+    "layer_norm": (lambda a, w, b: F.layer_norm(a, (C,), w, b), [(x, SEQ), ((C,), None), ((C,), None)]),
+    "rms_norm": (lambda a, w: F.rms_norm(a, (C,), w), [(x, SEQ), ((C,), None)]),
+    "rms_norm by hand": (rms_norm, [(x, SEQ), ((C,), None)]),
+    "norm of heads": (lambda a, w: F.layer_norm(a, (D,), w), [(q, HEADS), ((D,), None)]),
+    "fused": (attention, [(qkv, FUSED)]),
+    "fused with bias": (attention, [(qkv, FUSED), ((1, H, T, T), None)]),
+    "fused by head": (by_head, [(qkv, Split(2, (3 * C,)))]),
+    "fused in five dimensions": (five_dims, [(qkv, FUSED)]),
+    "grouped": (grouped, [((B, 2 * H, T, D), Split(1, (2 * H,))), (q, HEADS), (q, HEADS)]),
+    "grouped by torch": (
+        lambda a, b: F.scaled_dot_product_attention(a, b, b, enable_gqa=True),
+        [((B, 2 * H, T, D), Split(1, (2 * H,))), (q, HEADS)],
+    ),
+    "repeat_interleave": (lambda a: a.repeat_interleave(2, dim=1).cumsum(2), [(q, HEADS)]),
+    "sdpa with mask": (
+        lambda a, m: F.scaled_dot_product_attention(a, a, a, attn_mask=m), [(q, HEADS), ((1, 1, T, T), None)]
+    ),
+    "sdpa with mask of heads": (
+        lambda a, m: F.scaled_dot_product_attention(a, a, a, attn_mask=m), [(q, HEADS), ((H, T, T), None)]
+    ),
+    "column": (F.linear, [(x, None), ((24, C), ROWS), ((24,), ROWS)]),
+    "column of a shard": (F.linear, [(x, SEQ), ((24, C), ROWS), ((24,), ROWS)]),
+    "row": (F.linear, [((B, T, 24), Split(2, (24,))), ((C, 24), COLUMNS), ((C,), None)]),
+    "row of a plain input": (F.linear, [((B, T, 24), None), ((C, 24), COLUMNS), ((C,), None)]),
+    "plain weight on a shard": (F.linear, [(x, SEQ), ((24, C), None), ((24,), None)]),
+    "mlp": (
+        lambda a, w, v: F.linear(F.relu(F.linear(a, w)).pow(2), v),
+        [(x, None), ((24, C), ROWS), ((C, 24), COLUMNS)],
+    ),
+    "gate and up in one": (
+        lambda a, w, v: F.linear(F.silu((g := F.linear(a, w).chunk(2, dim=-1))[0]) * g[1], v),
+        [(x, None), ((24, C), Split(0, (12, 12))), ((C, 12), Split(1, (12,)))],
+    ),
+    "matmul heads": (lambda a, b: a @ b.mT, [(q, HEADS), (q, HEADS)]),
+    "matmul columns": (lambda a, b: a @ b, [(x, None), ((C, 24), Split(1, (24,)))]),
+    "matmul rows": (lambda a, b: torch.matmul(a, b), [(x, LAST), ((C, 5), Split(0, (C,)))]),
+    "matmul plain weight": (lambda a, b: a @ b, [(x, SEQ), ((C, 5), None)]),
+    "bmm": (lambda a, b: torch.bmm(a.flatten(0, 1), b.flatten(0, 1).mT), [(q, HEADS), (q, HEADS)]),
+    "baddbmm": (
+        lambda a, i: torch.baddbmm(i, a.reshape(B * H, T, D), a.reshape(B * H, T, D).mT, beta=0.5, alpha=2),
+        [(q, HEADS), ((1, T, T), None)],
+    ),
+    "addmm": (lambda b, a, w: torch.addmm(b, a.view(-1, C), w), [((9,), None), (x, LAST), ((C, 9), Split(0, (C,)))]),
+    "einsum": (lambda a, b: torch.einsum("bhtd,bhsd->bhts", a, b), [(q, HEADS), (q, HEADS)]),
+    "einsum sum": (lambda a, b: torch.einsum("btc,cd->btd", a, b), [(x, LAST), ((C, 5), None)]),
+    "sum and mean": (lambda a: a.sum(-1) + a.mean((1,)).sum() + a.mean(), [(x, LAST)]),
+    "sum over shards": (lambda a: a.sum(dim=1, keepdim=True) + a.mean(1, keepdim=True), [(x, SEQ)]),
+    "largest": (lambda a: a.max(dim=-1).values + a.amax(-1) + a.std(-1), [(x, SEQ)]),
+    "flattened shard": (lambda a: a.view(-1, C).relu().view(B, T, C), [(x, SEQ)]),
+    "flattened heads": (lambda a: a.reshape(B * H, T, D).view(B, H, T, D).permute(0, 2, 1, 3), [(q, HEADS)]),
+    "unflatten": (lambda a: a.unflatten(-1, (H, D)).flatten(-2).unsqueeze(1).squeeze(1), [(x, LAST)]),
+    "stack and unbind": (lambda a, b: torch.stack([a, b], 1).unbind(1)[1], [(x, LAST), (x, LAST)]),
+    "cat": (lambda a, b: torch.cat([a, b], 1), [(x, LAST), (x, None)]),
+    "cat of sections": (lambda a, b: attention(torch.cat([a, b, a], -1)), [(x, LAST), (x, LAST)]),
+    "einops-like": (lambda a: a.reshape(B, T, H, D).movedim(2, 1).swapaxes(2, 3), [(x, LAST)]),
+    "slices": (lambda a: a[:, :, None][..., :-1] + a[:, :, 0:1, None] * a[-1, :, 3][None, :, None, None], [(x, SEQ)]),
+    "embedding": (lambda w: F.embedding(torch.arange(15).view(3, 5), w, padding_idx=4), [((15, 4), Split(0, (15,)))]),
+    "log_softmax": (lambda a: F.log_softmax(a, -1) + a.softmax(1), [((7, 15), VOCAB)]),
+    "gather of classes": (lambda a: a.log_softmax(-1).gather(-1, torch.arange(7)[:, None]), [((7, 15), VOCAB)]),
+    "nll": (lambda a: F.nll_loss(F.log_softmax(a, 1), torch.arange(7)), [((7, 15), VOCAB)]),
+}
+TARGET = torch.tensor([0, 14, -100, 3, 7, 8, 2])
+for key, options in {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "smoothed": {"label_smoothing": 0.1},
+    "weighted": {"weight": torch.linspace(0.1, 2, 15, dtype=torch.float64)},
+    "ignored": {"ignore_index": 3},
+}.items():
+    target = TARGET.masked_fill(TARGET == -100, 3) if key == "ignored" else TARGET
+    OPERATIONS[f"cross_entropy {key}"] = partial(lambda a, **o: F.cross_entropy(a, **o), target=target, **options), [((7, 15), VOCAB)]
+GATHERED = {
+    "argmax": (lambda a: a * a.argmax(1, keepdim=True), [(q, HEADS)]),
+    "two splits": (lambda a, b: a + b, [(x, SEQ), (x, LAST)]),
+    "a view that mixes": (lambda a: a.transpose(1, 2).reshape(B, -1, 4), [(x, Split(1, (T,)))]),
+    "convolution": (lambda a, w: F.conv1d(a, w), [((B, C, T), Split(1, (C,))), ((3, C, 2), None)]),
+    "cut through a section": (lambda a: a[:, 1:4].sum(1), [(x, SEQ)]),
+}
+
+
+def deal_out(value, split, axis):
+    """A leaf and how the function sees it."""
+    part = value if split is None else axis.part(value, split)
+    leaf = part.detach().clone().requires_grad_()
+    return leaf, (leaf if split is None else wrap(leaf, split, axis))
+
+
+def results(function, arguments, axis, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    wholes = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape, _ in arguments]
+    leaves = [value.clone().requires_grad_() for value in wholes]
+    expected = function(*leaves)
+    weights = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
+    (expected * weights).sum().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pairs = [deal_out(value, split, axis) for value, (_, split) in zip(wholes, arguments, strict=True)]
+        output = function(*(seen for _, seen in pairs))
+        shape = tuple(output.shape)
+        output = whole(output)
+        (output * weights).sum().backward()
+    assert shape == tuple(expected.shape)
+    assert_close(output, expected, rtol=1e-11, atol=1e-12)
+    for (leaf, _), reference, (_, split) in zip(pairs, leaves, arguments, strict=True):
+        gradient = reference.grad if split is None else axis.part(reference.grad, split)
+        assert_close(leaf.grad, gradient, rtol=1e-11, atol=1e-12)
+    return [str(w.message) for w in caught if "no rule for parts" in str(w.message)]
+
+
+def check_all(names, table):
+    axis, problems = TensorAxis(dist.group.WORLD), {}
+    for name in names:
+        function, arguments = table[name]
+        try:
+            problems[name] = results(function, arguments, axis)
+        except Exception as error:  # the others are to be seen too
+            problems[name] = f"{type(error).__name__}: {str(error)[:600]}"
+    return problems
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_parts_give_values_and_gradients_of_the_whole(size):
+    for problems in run_ranks(size, _check_operations):
+        assert {name: problem for name, problem in problems.items() if problem} == {}
+
+
+def _check_operations():
+    return check_all(OPERATIONS, OPERATIONS)
+
+
+def test_operations_without_a_rule_gather_and_warn_once():
+    for problems in run_ranks(2, _check_gathered):
+        assert {name: len(found) for name, found in problems.items()} == dict.fromkeys(GATHERED, 1), problems
+
+
+def _check_gathered():
+    return check_all(GATHERED, GATHERED)
