@@ -169,6 +169,16 @@ def test_parts_are_gathered_in_rank_order(groups):
     assert run_ranks(2, gathered, groups) == [[1, 2, 11, 12]] * 2
 
 
+def scattered():
+    part = torch.empty(2)
+    compat.reduce_scatter_flat(part, torch.arange(4.0) + 10 * dist.get_rank())
+    return part.tolist()
+
+
+def test_sums_are_scattered_in_rank_order():
+    assert run_ranks(2, scattered) == [[10, 12], [14, 16]]
+
+
 def test_backward_passes_are_known_in_their_hooks_and_callbacks():
     seen, x = [], torch.ones(2, requires_grad=True)
     y = x * 2
@@ -203,3 +213,25 @@ def test_compiled_modules_and_functions_are_known():
     module.compile(backend="eager")
     assert compat.is_compiled(module)
     assert compat.is_compiled_function(torch.compile(module.forward, backend="eager"))
+
+
+def test_own_parameters_are_found_behind_a_property():
+    module = nn.Linear(2, 3)
+    module.__class__ = type("Hidden", (nn.Linear,), {"weight": property(lambda self: None)})
+    assert isinstance(compat.own_parameter(module, "weight"), nn.Parameter)
+    assert compat.own_parameter(module, "other") is None
+
+
+def test_a_subclass_can_be_a_plain_tensor_for_a_while():
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError(func)
+
+    loud = torch.ones(2).as_subclass(Loud)
+    with compat.without_torch_function():
+        with compat.without_torch_function():
+            pass
+        assert type(loud + 1) is torch.Tensor
+    with pytest.raises(AssertionError):
+        loud + 1

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_hybrid.compat import is_view, storage_key, version
 from lightning_hybrid.functional.trees import flatten, leaves_of, unflatten
+from lightning_hybrid.parallel.tensor.split_tensor import whole
 
 if TYPE_CHECKING:
     from lightning_hybrid.parallel.cut import StageCut
@@ -99,7 +100,7 @@ class StageRun:
         self._check_order(gate, gate.position)
         self.expected += 1
         if gate.position >= self.blocks.stop:
-            raise StageExit(leaves_of((args, kwargs)))
+            raise StageExit([whole(leaf) for leaf in leaves_of((args, kwargs))])
         call = gate.name, 0
         if gate.position < self.blocks.start:
             return self.absent(gate, call, args, kwargs)

@@ -58,6 +58,11 @@ def _each_element(name: str, func: Callable[..., Any], args: tuple[Any, ...], kw
     return each_element(name, func, args, kwargs)
 
 
+@rules("get data")
+def _data(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return wrap(part_of(args[0]).data, args[0].held, args[0].axis)
+
+
 @rules(*RANDOM)
 def _draw(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank draws for its part from a stream of its own; the step's common stream moves on by one number."""

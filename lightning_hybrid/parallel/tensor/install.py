@@ -84,11 +84,12 @@ def _inside(name: str, runs: Sequence[Sequence[str]]) -> bool:
 
 def _show(module: nn.Module, parameters: dict[str, Split | None], axis: TensorAxis) -> None:
     module.__dict__[SHOWN] = parameters, axis
-    module.__class__ = _showing(type(module), tuple(sorted(parameters)))
+    kind: Any = type(module)
+    module.__class__ = _showing(kind, tuple(sorted(parameters)))
 
 
 @cache
-def _showing(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+def _showing(base: Any, names: tuple[str, ...]) -> type[nn.Module]:
     members: dict[str, Any] = {name: _shown_parameter(name) for name in names}
     if base.__name__ == "Conv1D" and "weight" in names:
         members["forward"] = _forward_of_conv1d

@@ -152,9 +152,9 @@ def _attention(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwarg
         if split_of(mask) and (_from_right(mask) != split.dim - ndim or split_of(mask).sections != split.sections):  # type: ignore[union-attr]
             return NotImplemented
         mask = part_of(fitted(mask, split, ndim, axis))
-    parts = [part_of(t) for t in (query, key, value)]
+    q, k, v = (part_of(t) for t in (query, key, value))
 
     def attend() -> Tensor:
-        return F.scaled_dot_product_attention(*parts, mask, rate, causal, **options)
+        return F.scaled_dot_product_attention(q, k, v, mask, rate, causal, **options)
 
     return wrap(drawn(query, attend) if rate else attend(), split, axis)

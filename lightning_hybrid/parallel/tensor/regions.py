@@ -89,11 +89,12 @@ def _is_hidden(leaf: Any) -> bool:
 def add_region(block: nn.Module, axis: TensorAxis, *, is_last: bool) -> None:
     """Make a block part of a run whose sequence is dealt out."""
     block.__dict__[REGION] = Region(axis, is_last=is_last)
-    block.__class__ = _with_region(type(block))
+    kind: Any = type(block)
+    block.__class__ = _with_region(kind)
 
 
 @cache
-def _with_region(base: type[nn.Module]) -> type[nn.Module]:
+def _with_region(base: Any) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         region: Region = self.__dict__[REGION]
         return region.call(self, base.__call__.__get__(self), args, kwargs)
@@ -125,11 +126,12 @@ def _unwrap(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def make_whole(module: nn.Module, axis: TensorAxis) -> None:
     """Let a module that mixes positions work on whole sequences, and deal out what it returns."""
     module.__dict__[WHOLE] = axis
-    module.__class__ = _made_whole(type(module))
+    kind: Any = type(module)
+    module.__class__ = _made_whole(kind)
 
 
 @cache
-def _made_whole(base: type[nn.Module]) -> type[nn.Module]:
+def _made_whole(base: Any) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         axis: TensorAxis = self.__dict__[WHOLE]
         given, sequence = leaves_of((args, kwargs)), axis.sequence

@@ -45,9 +45,7 @@ def _new_shape(name: str, shape: tuple[int, ...], rest: tuple[Any, ...], kwargs:
         dim %= len(shape)
         return (*shape[:dim], *splits.resolve(sizes, shape[dim]), *shape[dim + 1 :])
     sizes = rest if rest else (kwargs.get("shape", kwargs.get("size", kwargs.get("dtype"))),)
-    if len(sizes) == 1 and not isinstance(sizes[0], int):
-        sizes = sizes[0]
-    return None if isinstance(sizes, torch.dtype) else tuple(sizes)
+    return None if isinstance(sizes[0], torch.dtype) else tuple(_sizes(sizes))
 
 
 def reshaped(tensor: SplitTensor, shape: Sequence[int], *, strict: bool = False) -> Result:
@@ -101,6 +99,11 @@ def _squeeze(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     )
 
 
+def _sizes(given: tuple[Any, ...]) -> list[int]:
+    """Sizes that are given one by one or as one sequence."""
+    return list(given[0] if len(given) == 1 and not isinstance(given[0], int) else given)
+
+
 @rules("expand", "expand_as", "broadcast_to")
 def _expand(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
     tensor, split = args[0], split_of(args[0])
@@ -108,8 +111,7 @@ def _expand(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         if name == "expand_as" and not isinstance(tensor, SplitTensor):
             return tensor.expand(shape_of(args[1]))
         return NotImplemented
-    sizes = shape_of(args[1]) if name == "expand_as" else args[1:] or (kwargs.get("size"),)
-    sizes = list(sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)
+    sizes = _sizes(shape_of(args[1]) if name == "expand_as" else args[1:] or (kwargs.get("size"),))
     dim = split.dim + len(sizes) - len(shape_of(tensor))
     if sizes[dim] not in (-1, split.length):
         return NotImplemented
@@ -129,8 +131,7 @@ def _repeat(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         dim %= len(shape_of(tensor))
         sections = tuple(n * repeats for n in split.sections) if dim == split.dim else split.sections
         return wrap(part_of(tensor).repeat_interleave(repeats, dim), Split(split.dim, sections), tensor.axis)
-    sizes = args[1:] or (kwargs.get("repeats", kwargs.get("dims")),)
-    sizes = list(sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)
+    sizes = _sizes(args[1:] or (kwargs.get("repeats", kwargs.get("dims")),))
     sizes = [1] * (len(shape_of(tensor)) - len(sizes)) + sizes
     dim = split.dim + len(sizes) - len(shape_of(tensor))
     return wrap(part_of(tensor).repeat(sizes), Split(dim, split.sections * sizes[dim]), tensor.axis)

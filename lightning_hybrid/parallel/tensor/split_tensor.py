@@ -35,6 +35,11 @@ def names(text: str) -> list[str]:
 
 
 RULES: dict[str, Rule] = {}
+VIEWS = names(
+    "view reshape view_as reshape_as flatten unflatten ravel transpose swapaxes swapdims t permute movedim moveaxis "
+    "squeeze unsqueeze expand expand_as broadcast_to split chunk tensor_split split_with_sizes unbind narrow select "
+    "__getitem__ diagonal unfold as_strided detach alias"
+)
 _BY_FUNCTION: dict[Any, tuple[str, Rule | None]] = {}
 
 
@@ -74,6 +79,35 @@ class SplitTensor(Tensor):
             return f"SplitTensor(part={Tensor.__repr__(self.as_subclass(Tensor))}, {self.held})"
 
 
+class ReadOnlyCopy(Tensor):
+    """What takes the place of a view that would have mixed the ranks' parts: writing into it would be lost."""
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name, kwargs = _look_up(func)[0], dict(kwargs or {})
+        if any(isinstance(leaf, ReadOnlyCopy) for leaf in leaves_of(_written(name, args, kwargs))):
+            raise RuntimeError(
+                f"{_caller()} writes with {name} into a view of a tensor of which each rank holds a part. Write it "
+                "without the in-place operation, or give the module the style 'replicated' in tensor_parallel_plan."
+            )
+        args, kwargs = map_leaves(_plain, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _plain(leaf: Any) -> Any:
+    if not isinstance(leaf, ReadOnlyCopy):
+        return leaf
+    with without_torch_function():
+        return leaf.as_subclass(Tensor)
+
+
 def rules(*names: str) -> Callable[[Rule], Rule]:
     """Register a rule for functions of these names."""
 
@@ -91,7 +125,7 @@ def wrap(part: Any, split: Split | None, axis: TensorAxis) -> SplitTensor:
     with without_torch_function():
         result = part.as_subclass(SplitTensor)
     result.held, result.axis = split, axis
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def part_of(tensor: Tensor) -> Tensor:
@@ -140,10 +174,10 @@ def call_whole(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwarg
             "A custom kernel asks for the address of a tensor of which this rank holds a part only. Give the modules "
             "around it the style 'replicated' in tensor_parallel_plan."
         )
-    written = [args[0]] if args and _writes(name) else [kwargs["out"]] if kwargs.get("out") is not None else []
-    if any(isinstance(leaf, SplitTensor) for leaf in leaves_of(written)):
+    written = [leaf for leaf in leaves_of(_written(name, args, kwargs)) if isinstance(leaf, SplitTensor)]
+    if written:
         raise RuntimeError(
-            f"{_caller()} writes with {name} into a tensor of shape {list(shape_of(leaves_of(written)[0]))} of which "
+            f"{_caller()} writes with {name} into a tensor of shape {list(shape_of(written[0]))} of which "
             "each rank holds a part, in a way that has no rule for parts. Write it without the in-place operation, or "
             "give the module the style 'replicated' in tensor_parallel_plan."
         )
@@ -151,7 +185,17 @@ def call_whole(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwarg
         _warn_of_gather(name, args, kwargs)
     refuse_deferred(name, (args, kwargs))
     args, kwargs = map_leaves(whole, (args, kwargs))
-    return func(*args, **kwargs)
+    result = func(*args, **kwargs)
+    return map_leaves(_read_only, result) if name in VIEWS else result
+
+
+def _read_only(leaf: Any) -> Any:
+    return leaf.as_subclass(ReadOnlyCopy) if isinstance(leaf, Tensor) else leaf
+
+
+def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function writes into."""
+    return (args[0] if args and _writes(name) else None, kwargs.get("out"))
 
 
 def refuse_deferred(name: str, arguments: Any) -> None:
@@ -171,7 +215,12 @@ def refuse_deferred(name: str, arguments: Any) -> None:
 
 
 def _writes(name: str) -> bool:
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or _is_in_place_operator(name)
+    return (
+        name == "__setitem__"
+        or name.startswith("set ")
+        or (name.endswith("_") and not name.endswith("__"))
+        or _is_in_place_operator(name)
+    )
 
 
 def _is_in_place_operator(name: str) -> bool:

@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
@@ -17,6 +16,7 @@ from lightning_hybrid.parallel.tensor.install import RULES
 from lightning_hybrid.parallel.tensor.split_tensor import SplitTensor, split_of, whole, wrap
 from tests.launch import run_ranks
 
+NUM_RULES = len(RULES)  # importing them has registered them
 B, T, C, H, D = 2, 6, 12, 6, 2  # batch, length, width, heads, head width
 
 
@@ -100,10 +100,12 @@ OPERATIONS = {  # name: (function, one (shape, split) for each argument)
     ),
     "repeat_interleave": (lambda a: a.repeat_interleave(2, dim=1).cumsum(2), [(q, HEADS)]),
     "sdpa with mask": (
-        lambda a, m: F.scaled_dot_product_attention(a, a, a, attn_mask=m), [(q, HEADS), ((1, 1, T, T), None)]
+        lambda a, m: F.scaled_dot_product_attention(a, a, a, attn_mask=m),
+        [(q, HEADS), ((1, 1, T, T), None)],
     ),
     "sdpa with mask of heads": (
-        lambda a, m: F.scaled_dot_product_attention(a, a, a, attn_mask=m), [(q, HEADS), ((H, T, T), None)]
+        lambda a, m: F.scaled_dot_product_attention(a, a, a, attn_mask=m),
+        [(q, HEADS), ((H, T, T), None)],
     ),
     "column": (F.linear, [(x, None), ((24, C), ROWS), ((24,), ROWS)]),
     "column of a shard": (F.linear, [(x, SEQ), ((24, C), ROWS), ((24,), ROWS)]),
@@ -156,7 +158,10 @@ for key, options in {
     "ignored": {"ignore_index": 3},
 }.items():
     target = TARGET.masked_fill(TARGET == -100, 3) if key == "ignored" else TARGET
-    OPERATIONS[f"cross_entropy {key}"] = partial(lambda a, **o: F.cross_entropy(a, **o), target=target, **options), [((7, 15), VOCAB)]
+    OPERATIONS[f"cross_entropy {key}"] = (
+        partial(lambda a, **o: F.cross_entropy(a, **o), target=target, **options),
+        [((7, 15), VOCAB)],
+    )
 GATHERED = {
     "argmax": (lambda a: a * a.argmax(1, keepdim=True), [(q, HEADS)]),
     "two splits": (lambda a, b: a + b, [(x, SEQ), (x, LAST)]),
@@ -223,3 +228,42 @@ def test_operations_without_a_rule_gather_and_warn_once():
 
 def _check_gathered():
     return check_all(GATHERED, GATHERED)
+
+
+def _write_into(function, split, message):
+    axis = TensorAxis(dist.group.WORLD)
+    value = wrap(torch.ones(2, 3), split, axis)
+    with pytest.raises(RuntimeError, match=message):
+        function(value)
+
+
+def _writes_that_have_no_rule():
+    warnings.simplefilter("ignore")
+    split = Split(1, (6,))
+    _write_into(lambda x: x.index_fill_(1, torch.tensor([0]), 1.0), split, "writes with index_fill_ into a tensor of")
+    _write_into(lambda x: x[:, 1:4].zero_(), split, "writes with zero_ into a view")
+    _write_into(lambda x: x.__setitem__((slice(None), 1), 2.0), split, "writes with __setitem__")
+    _write_into(lambda x: torch.add(torch.ones(2, 6), 1, out=x), split, "writes with add")
+    _write_into(lambda x: x.data_ptr(), split, "custom kernel")
+
+
+def test_writes_that_would_be_lost_are_refused():
+    run_ranks(2, _writes_that_have_no_rule)
+
+
+def _attributes():
+    part, split = torch.arange(6.0).view(2, 3), Split(1, (6,))
+    value = wrap(part, split, TensorAxis(dist.group.WORLD))
+    value.data.mul_(2)
+    assert part.tolist() == [[0, 2, 4], [6, 8, 10]]
+    assert (tuple(value.shape), value.size(1), value.dim(), value.numel(), len(value), value.stride()) == (
+        (2, 6), 6, 2, 12, 2, (6, 1),
+    )  # fmt: skip
+    assert "part=tensor" in repr(value)
+    assert isinstance(value.detach(), SplitTensor)
+    assert split_of(value.to(torch.float64).contiguous()) == split
+    assert [tuple(leaf.shape) for leaf in leaves_of(list(value.split(1)))] == [(1, 6), (1, 6)]
+
+
+def test_a_part_tells_the_geometry_of_the_whole():
+    run_ranks(2, _attributes)

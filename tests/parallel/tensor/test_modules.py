@@ -1,0 +1,218 @@
+"""Modules that nobody rewrote compute with slices of their parameters, and give the gradients of the whole."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from lightning_hybrid.functional.splits import Split
+from lightning_hybrid.parallel.tensor.assignment import Assignment
+from lightning_hybrid.parallel.tensor.axis import TensorAxis
+from lightning_hybrid.parallel.tensor.install import install
+from lightning_hybrid.parallel.tensor.parallel import TensorParallel
+from tests.launch import run_ranks
+from tests.parity_models import in_full_precision
+
+WIDTH, HEADS, LENGTH, VOCABULARY = 16, 4, 7, 33
+
+
+def column(name, width, *, sections=1, bias=True):
+    split = Split(0, (width // sections,) * sections)
+    return Assignment(name, "colwise", {"weight": split, **({"bias": split} if bias else {})})
+
+
+def row(name, width, *, bias=True):
+    return Assignment(name, "rowwise", {"weight": Split(1, (width,))}, ("bias",) if bias else ())
+
+
+def norm(name, *parameters):
+    return Assignment(name, "sequence", {}, parameters)
+
+
+class FusedBlock(nn.Module):
+    """With a fused projection that has biases, and a Conv1D in its MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = Conv1D(4 * WIDTH, WIDTH), Conv1D(WIDTH, 4 * WIDTH)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.7))
+        self.temperature = nn.Parameter(torch.linspace(0.5, 2, HEADS).view(HEADS, 1, 1))
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q, k, v = self.qkv(self.norm1(x)).split(c, dim=2)
+        q, k, v = (y.view(b, t, HEADS, c // HEADS).transpose(1, 2) for y in (q, k, v))
+        y = F.scaled_dot_product_attention(q * self.temperature, k, v, is_causal=True)
+        x = x + self.scale * self.out(y.transpose(1, 2).contiguous().view(b, t, c))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+    @staticmethod
+    def plan(name):
+        up, down = Split(1, (4 * WIDTH,)), Split(0, (4 * WIDTH,))
+        return [
+            column(f"{name}.qkv", 3 * WIDTH, sections=3),
+            row(f"{name}.out", WIDTH),
+            Assignment(f"{name}.up", "colwise", {"weight": up, "bias": up.moved(0)}),
+            Assignment(f"{name}.down", "rowwise", {"weight": down}, ("bias",)),
+            norm(f"{name}.norm1", "weight", "bias"),
+            norm(f"{name}.norm2", "weight", "bias"),
+        ]
+
+
+class TorchBlock(nn.TransformerEncoderLayer):
+    """Torch's own, with the options that a test chooses."""
+
+    options = {"batch_first": True}  # noqa: RUF012 - a constant
+
+    def __init__(self):
+        super().__init__(WIDTH, HEADS, 3 * WIDTH, dropout=0.0, **self.options)
+
+    @staticmethod
+    def plan(name):
+        splits = {
+            "in_proj_weight": Split(0, (WIDTH,) * 3),
+            "in_proj_bias": Split(0, (WIDTH,) * 3),
+            "out_proj.weight": Split(1, (WIDTH,)),
+        }
+        return [
+            Assignment(f"{name}.self_attn", "heads", splits, ("out_proj.bias",)),
+            column(f"{name}.linear1", 3 * WIDTH),
+            row(f"{name}.linear2", 3 * WIDTH),
+            norm(f"{name}.norm1", "weight", "bias"),
+            norm(f"{name}.norm2", "weight", "bias"),
+        ]
+
+
+class SequenceFirst(TorchBlock):
+    """Torch's default, and norms before."""
+
+    options = {"norm_first": True}  # noqa: RUF012 - a constant
+
+
+class WholeAttention(TorchBlock):
+    """Its attention is left whole: under sequence parallelism it gathers."""
+
+    @staticmethod
+    def plan(name):
+        return [Assignment(f"{name}.self_attn", "replicated"), *TorchBlock.plan(name)[1:]]
+
+
+class Language(nn.Module):
+    """Blocks between an embedding and a tied head."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([block() for _ in range(2)])
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self.checkpointed = False
+
+    def forward(self, tokens):
+        x = self.embed(tokens[:, :-1])
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def plan_of(model):
+    rows = Split(0, (VOCABULARY,))
+    blocks = [a for i, block in enumerate(model.blocks) for a in type(block).plan(f"blocks.{i}")]
+    return [Assignment("embed", "vocab", {"weight": rows}), *blocks]
+
+
+class LlamaLoss(nn.Module):
+    """Grouped-query attention from transformers."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = {"hidden_size": WIDTH, "intermediate_size": 24, "vocab_size": VOCABULARY, "num_hidden_layers": 2}
+        attention = {"num_attention_heads": 8, "num_key_value_heads": 4, "attn_implementation": "sdpa"}
+        self.model = in_full_precision(LlamaForCausalLM(LlamaConfig(**sizes, **attention, pad_token_id=0)))
+        self.checkpointed = False
+
+    def forward(self, tokens):
+        if self.checkpointed:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        logits = self.model(input_ids=tokens, use_cache=False).logits
+        return F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), tokens[:, 1:].flatten())
+
+
+def llama_plan(model):
+    plan = [
+        Assignment(f"model.{n}", "vocab", {"weight": Split(0, (VOCABULARY,))})
+        for n in ("model.embed_tokens", "lm_head")
+    ]
+    for i in range(2):
+        layer = f"model.model.layers.{i}"
+        plan += [column(f"{layer}.self_attn.q_proj", 16, bias=False)]
+        plan += [column(f"{layer}.self_attn.{name}_proj", 8, bias=False) for name in "kv"]
+        plan += [row(f"{layer}.self_attn.o_proj", 16, bias=False)]
+        plan += [column(f"{layer}.mlp.{name}_proj", 24, bias=False) for name in ("gate", "up")]
+        plan += [row(f"{layer}.mlp.down_proj", 24, bias=False)]
+        plan += [norm(f"{layer}.{name}_layernorm", "weight") for name in ("input", "post_attention")]
+    return plan
+
+
+MODELS = {
+    "fused": (lambda: Language(FusedBlock), plan_of, "blocks"),
+    "torch": (lambda: Language(TorchBlock), plan_of, "blocks"),
+    "sequence first": (lambda: Language(SequenceFirst), plan_of, "blocks"),
+    "whole attention": (lambda: Language(WholeAttention), plan_of, "blocks"),
+    "llama": (LlamaLoss, llama_plan, "model.model.layers"),
+}
+
+
+def compare(name, sequence, *, checkpointed=False):
+    """Largest difference of losses and gradients, and what was warned of."""
+    make, plan, blocks = MODELS[name]
+    torch.manual_seed(1)
+    model = make().double()
+    tokens = torch.randint(VOCABULARY, (3, LENGTH))
+    tensor_parallel = copy.deepcopy(model)
+    expected = model(tokens)
+    expected.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+
+    axis, assignments = TensorAxis(dist.group.WORLD), plan(tensor_parallel)
+    tensor = TensorParallel(tensor_parallel, assignments, axis)
+    run = [f"{blocks}.{i}" for i in range(2)]
+    install(tensor_parallel, [run], tensor, assignments, sequence_parallel=sequence)
+    tensor_parallel.checkpointed = checkpointed
+    with warnings.catch_warnings(record=True) as caught, axis.step():
+        warnings.simplefilter("always")
+        loss = tensor_parallel(tokens)
+        loss.backward()
+    assert_close(loss, expected, rtol=1e-11, atol=1e-12)
+    for n, p in tensor_parallel.named_parameters():
+        if sequence and n in tensor.deferred:
+            dist.all_reduce(p.grad)
+        assert_close(p.grad, tensor.part(n, gradients[n]), rtol=1e-9, atol=1e-12, msg=lambda m, n=n: f"{n}: {m}")
+    return [str(w.message) for w in caught if "no rule for parts" in str(w.message)]
+
+
+def compare_all(names, sequence, checkpointed):
+    problems = {}
+    for name in names:
+        try:
+            problems[name] = compare(name, sequence, checkpointed=checkpointed)
+        except Exception as error:  # the others are to be seen too
+            problems[name] = f"{type(error).__name__}: {str(error)[:900]}"
+    return problems
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("sequence", [False, True, "regather"])
+def test_modules_give_the_gradients_of_the_whole(sequence, checkpointed):
+    for problems in run_ranks(2, compare_all, list(MODELS), sequence, checkpointed):
+        assert {name: problem for name, problem in problems.items() if problem} == {}
