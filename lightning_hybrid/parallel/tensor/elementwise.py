@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_hybrid.functional.splits import Split
-from lightning_hybrid.functional.trees import map_leaves
 from lightning_hybrid.parallel.gates import fork_random_streams, seed_random_streams
 from lightning_hybrid.parallel.streams import derived_seed
 from lightning_hybrid.parallel.tensor.axis import TensorAxis, enter, take
@@ -95,7 +94,7 @@ def each_element(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwa
     parts = [(tensor, split) for tensor in tensors if (split := split_of(tensor))]
     if not parts or kwargs.get("out") is not None or (name == "where" and len(args) == 1):
         return NotImplemented
-    axis, whole = axis_of(tensors), torch.broadcast_shapes(*(shape_of(tensor) for tensor in tensors))
+    axis, whole = axis_of(tensors), _broadcast([shape_of(tensor) for tensor in tensors])
     from_right = {split.dim - part.ndim for part, split in parts}
     sections = {split.sections for _, split in parts}
     if len(from_right) > 1 or len(sections) > 1:
@@ -106,11 +105,19 @@ def each_element(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwa
     in_place = isinstance(args[0] if args else None, Tensor) and _in_place(name)
     if in_place and (split_of(args[0]) != split or shape_of(args[0]) != whole):
         return NotImplemented
-    args, kwargs = map_leaves(lambda leaf: fitted(leaf, split, len(whole), axis), (args, kwargs))
-    result = func(*args, **kwargs)
+    operands = [fitted(arg, split, len(whole), axis) for arg in args]
+    options = {key: fitted(value, split, len(whole), axis) for key, value in kwargs.items()}
+    result = func(*operands, **options)
     if in_place:
         return args[0]
     return wrap(result, split, axis) if isinstance(result, Tensor) else result
+
+
+def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """As `torch.broadcast_shapes`, which is slow; shapes that do not fit are left to the operation itself."""
+    ndim = max(map(len, shapes))
+    padded = [(1,) * (ndim - len(shape)) + shape for shape in shapes]
+    return tuple(next((n for n in lengths if n != 1), 1) for lengths in zip(*padded, strict=True))
 
 
 def _in_place(name: str) -> bool:

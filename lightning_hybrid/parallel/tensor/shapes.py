@@ -61,16 +61,27 @@ def reshaped(tensor: SplitTensor, shape: Sequence[int], *, strict: bool = False)
     return wrap(part.view(local) if strict else part.reshape(local), found, axis)
 
 
+def _order(
+    func: Callable[..., Any], ndim: int, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
+) -> list[int]:
+    """Which dimension stands where afterwards: that of a tensor whose sizes are the numbers of its dimensions."""
+    key = func, ndim, str(args), str(kwargs)
+    if key not in _ORDERS:
+        _ORDERS[key] = list(func(torch.empty(tuple(range(ndim)), device="meta"), *args, **dict(kwargs)).shape)
+    return _ORDERS[key]
+
+
+_ORDERS: dict[Any, list[int]] = {}
+
+
 @rules("transpose", "transpose_", "swapaxes", "swapdims", "t", "get T", "get mT", "permute", "movedim", "moveaxis")
 def _permute(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
     tensor, split = args[0], split_of(args[0])
     if split is None:
         return NotImplemented
-    # a tensor whose sizes are the numbers of its dimensions tells where each goes
-    ndim = len(shape_of(tensor))
-    order = func(torch.empty(tuple(range(ndim)), device="meta"), *args[1:], **kwargs).shape
+    order = _order(func, len(shape_of(tensor)), args[1:], tuple(kwargs.items()))
     result = func(*args, **kwargs)
-    moved = split.moved(list(order).index(split.dim))
+    moved = split.moved(order.index(split.dim))
     if name.endswith("_"):
         tensor.held = moved
         return tensor
