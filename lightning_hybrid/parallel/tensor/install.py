@@ -5,15 +5,17 @@ Modules keep their names, attributes, hooks and `state_dict` keys; their class b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchmetrics import Metric
 
 from lightning_hybrid.compat import own_parameter
 from lightning_hybrid.functional.splits import Split
+from lightning_hybrid.functional.trees import map_leaves
 from lightning_hybrid.parallel.tensor import (
     alongside,
     attention,
@@ -28,7 +30,7 @@ from lightning_hybrid.parallel.tensor.assignment import Assignment
 from lightning_hybrid.parallel.tensor.axis import TensorAxis
 from lightning_hybrid.parallel.tensor.parallel import TensorParallel
 from lightning_hybrid.parallel.tensor.regions import add_region, make_whole
-from lightning_hybrid.parallel.tensor.split_tensor import wrap
+from lightning_hybrid.parallel.tensor.split_tensor import whole, wrap
 
 SHOWN = "_lightning_hybrid_shown"
 RULES = (alongside, attention, attributes, elementwise, layers, products, shapes, vocabulary)
@@ -63,8 +65,22 @@ def install(
     for module in list(root.modules()):
         if id(module) in modules:
             _show(module, modules[id(module)], axis)
+    for module in root.modules():
+        if isinstance(module, Metric):
+            vars(module)["update"] = _of_wholes(module.update)
     if sequence_parallel:
         _deal_out_sequences(root, runs, axis, [a.module for a in assignments if a.style == "replicated"])
+
+
+def _of_wholes(update: Callable[..., Any]) -> Callable[..., Any]:
+    """A metric keeps what it is given, and gathers it over replicas by its address: no parts."""
+
+    @wraps(update)
+    def updated(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = map_leaves(whole, (args, kwargs))
+        return update(*args, **kwargs)
+
+    return updated
 
 
 def _deal_out_sequences(

@@ -90,6 +90,9 @@ def _plus_bias(tensor: Tensor, bias: Tensor | None) -> Any:
     """Once, after the sum."""
     if bias is None:
         return tensor
+    if torch.is_autocast_enabled(bias.device.type) and bias.dtype != tensor.dtype:  # as inside a linear layer
+        kept = wrap(part_of(bias).to(tensor.dtype), None, bias.axis) if isinstance(bias, SplitTensor) else None
+        bias = bias.to(tensor.dtype) if kept is None else kept
     if split_of(tensor):
         return each_element("add", torch.add, (tensor, bias), {})
     refuse_deferred("linear", [bias])

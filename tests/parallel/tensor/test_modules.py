@@ -216,3 +216,63 @@ def compare_all(names, sequence, checkpointed):
 def test_modules_give_the_gradients_of_the_whole(sequence, checkpointed):
     for problems in run_ranks(2, compare_all, list(MODELS), sequence, checkpointed):
         assert {name: problem for name, problem in problems.items() if problem} == {}
+
+
+def autocast(sequence):
+    """The type of what a block returns, and how far its values are from the whole's."""
+    torch.manual_seed(1)
+    model = Language(FusedBlock)
+    tokens = torch.randint(VOCABULARY, (3, LENGTH))
+    tensor_parallel = copy.deepcopy(model)
+    axis, assignments = TensorAxis(dist.group.WORLD), plan_of(tensor_parallel)
+    tensor = TensorParallel(tensor_parallel, assignments, axis)
+    install(tensor_parallel, [["blocks.0", "blocks.1"]], tensor, assignments, sequence_parallel=sequence)
+    x = torch.randn(2, LENGTH, WIDTH)
+    with torch.autocast("cpu", torch.bfloat16), axis.step():
+        loss = tensor_parallel(tokens)
+        loss.backward()
+        of_blocks = tensor_parallel.blocks[1](tensor_parallel.blocks[0](x))
+        expected, of_whole = model(tokens), model.blocks[1](model.blocks[0](x))
+        assert (loss.dtype, of_blocks.dtype) == (expected.dtype, of_whole.dtype)
+    assert_close(of_blocks, of_whole, rtol=0.05, atol=0.05)
+    return float((loss - expected).detach())
+
+
+@pytest.mark.parametrize("sequence", [False, True, "regather"])
+def test_autocast_gives_the_types_of_the_whole(sequence):
+    for difference in run_ranks(2, autocast, sequence):
+        assert abs(difference) < 0.02  # 8 bits of a loss of 3.6
+
+
+def deferred_on_a_whole():
+    model = nn.Sequential(nn.LayerNorm(4))
+    assignments = [norm("0", "weight", "bias")]
+    axis = TensorAxis(dist.group.WORLD)
+    install(model, [], TensorParallel(model, assignments, axis), assignments, sequence_parallel=True)
+    with axis.step(), pytest.raises(RuntimeError, match="LayerNorm has parameters for sequence shards"):
+        model(torch.ones(2, 4))
+    with axis.step(), torch.no_grad():
+        assert model(torch.ones(2, 4)).tolist() == [[0.0] * 4] * 2
+    assert isinstance(model[0].weight, nn.Parameter)
+    copied = copy.deepcopy(model)
+    assert list(copied.state_dict()) == ["0.weight", "0.bias"]
+
+
+def test_a_parameter_for_shards_meets_no_whole_activation():
+    run_ranks(2, deferred_on_a_whole)
+
+
+def short_sequence():
+    model = Language(FusedBlock)
+    axis, assignments = TensorAxis(dist.group.WORLD), plan_of(model)
+    install(
+        model, [["blocks.0", "blocks.1"]], TensorParallel(model, assignments, axis), assignments, sequence_parallel=True
+    )
+    with axis.step(), torch.no_grad():
+        assert model(torch.zeros(1, 2, dtype=torch.long)).isfinite()
+    with axis.step(), pytest.raises(RuntimeError, match="cannot deal out a sequence of 1 to 2 ranks"):
+        model(torch.zeros(1, 2, dtype=torch.long))
+
+
+def test_a_sequence_shorter_than_the_axis_is_refused_in_training():
+    run_ranks(2, short_sequence)
