@@ -7,8 +7,9 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-TOOLS = {  # command -> its line in the help; lightning_hybrid.cli.<command>.main runs it
+TOOLS = {  # command -> its line in the help; main of the module with its name in lightning_hybrid.cli runs it
     "demo": "train a small GPT on four processes of this machine",
+    "plan-tensor": "print which module of a model tensor parallelism splits, and how",
     "schedule": "draw a pipeline schedule",
 }
 
@@ -27,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.path.insert(0, folder)
     args = sys.argv[1:] if argv is None else argv
     if args and args[0] in TOOLS:
-        return int(import_module(f"lightning_hybrid.cli.{args[0]}").main(args[1:]))
+        return int(import_module(f"lightning_hybrid.cli.{args[0].replace('-', '_')}").main(args[1:]))
     _lightning(argv if args else ["--help"])
     return 0
 
@@ -46,6 +47,6 @@ def _lightning(args: list[str] | None) -> None:  # None lets Lightning read sys.
         parser_kwargs={
             "prog": "lightning-hybrid",
             "description": "Train, validate, test or predict with Lightning and hybrid parallelism.",
-            "epilog": f"Two more commands, each with its own --help. {tools}.",
+            "epilog": f"More commands, each with its own --help. {tools}.",
         },
     )
