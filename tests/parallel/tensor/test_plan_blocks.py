@@ -179,8 +179,9 @@ def test_vocabulary_need_not_divide():
     assert at(plan(root), "tokens").splits == {"weight": Split(0, (25,))}
 
 
-def test_embedding_that_rescales_its_rows_and_one_without_a_head_stay_whole():
-    root = stack(FusedBlock, tokens=nn.Embedding(WORDS, WIDTH, max_norm=1.0), head=nn.Linear(WIDTH, WORDS))
+@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}])
+def test_embeddings_with_odd_lookups_and_those_without_a_head_stay_whole(option):
+    root = stack(FusedBlock, tokens=nn.Embedding(WORDS, WIDTH, **option), head=nn.Linear(WIDTH, WORDS))
     assert "vocab" not in styles(root).values()
     assert "vocab" not in styles(stack(FusedBlock, tokens=nn.Embedding(WORDS, WIDTH))).values()
 

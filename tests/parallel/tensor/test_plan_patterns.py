@@ -181,6 +181,7 @@ def test_vocabulary_smaller_than_the_axis_is_refused():
     root = Root(kinds=nn.Embedding(2, WIDTH), scaled=nn.Embedding(WORDS, WIDTH, max_norm=1.0))
     assert "kinds has 2 rows, fewer than tensor_parallel_size=4" in refused({"kinds": "vocab"}, root, size=4)
     assert "max_norm=1.0" in refused({"scaled": "vocab"}, root)
+    assert "sparse=True" in refused({"a": "vocab"}, Root(a=nn.Embedding(WORDS, WIDTH, sparse=True)))
 
 
 def test_heads_that_do_not_divide_are_refused():

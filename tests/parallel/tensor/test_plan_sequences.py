@@ -5,6 +5,7 @@ import torch
 import transformers as hf
 from torch import nn
 
+from lightning_hybrid.parallel.tensor.plan import make_plan
 from tests.parallel.tensor.planned import (
     HEADS,
     WIDE,
@@ -13,6 +14,7 @@ from tests.parallel.tensor.planned import (
     GroupedBlock,
     Root,
     SeparateBlock,
+    SwiGLUBlock,
     at,
     encoder_layer,
     plan,
@@ -157,6 +159,21 @@ def test_experts_and_their_router_are_whole_as_one():
     found = styles(root, sequence_parallel=True)
     assert found["mlp"] == "replicated"
     assert not {"mlp.gate", "mlp.experts"} & found.keys()
+
+
+def test_experts_see_chosen_tokens_and_sum_nothing_late():
+    def block():
+        experts = nn.ModuleList([Root(norm=nn.LayerNorm(WIDTH), mlp=SwiGLUBlock().feed_forward) for _ in range(2)])
+        return Root(norm=nn.LayerNorm(WIDTH), moe=Root(gate=nn.Linear(WIDTH, 2), experts=experts))
+
+    root = Root(layers=nn.ModuleList([block(), SwiGLUBlock()]))
+    plan = make_plan(root, ["layers.0", "layers.1"], 2, "auto", sequence_parallel=True)
+    found = {each.module: each for each in plan}
+    assert found["layers.0.moe.experts.1.mlp.w2"].style == "rowwise"
+    assert found["layers.0.moe.experts.1.mlp.w2"].deferred == ()
+    assert "layers.0.moe.experts.1.norm" not in found
+    assert found["layers.0.norm"].deferred == BOTH
+    assert found["layers.1.feed_forward.w2"].deferred == ("bias",)
 
 
 def test_sequence_by_pattern_holds_where_a_shard_of_it_is():

@@ -105,6 +105,12 @@ def is_norm(module: nn.Module) -> bool:
     return kind.endswith("Norm") and not any(other in kind for other in OTHER_NORMS)
 
 
+def odd_lookup(module: nn.Embedding) -> str:
+    """The option of an embedding that keeps its rows from being dealt out, or nothing."""
+    options = {"max_norm": module.max_norm, "scale_grad_by_freq": module.scale_grad_by_freq, "sparse": module.sparse}
+    return next((f"{name}={value}" for name, value in options.items() if value), "")
+
+
 def own_parameters(module: nn.Module) -> tuple[str, ...]:
     """Names of the parameters that a module holds itself."""
     return tuple(name for name, _ in module.named_parameters(recurse=False))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from lightning_hybrid.parallel.tensor.planning.attentions import INTERLEAVED, role
-from lightning_hybrid.parallel.tensor.planning.outline import Outline, join, last
+from lightning_hybrid.parallel.tensor.planning.outline import Outline, join, last, odd_lookup
 
 _STYLES = {
     "colwise": "colwise",
@@ -62,7 +62,7 @@ def _translate(outline: Outline, name: str, theirs: str) -> str:
     """Our style for theirs, or nothing."""
     module, found = outline.modules[name], outline.matrix(name)
     if theirs == "embedding_rowwise":
-        return "vocab" if isinstance(module, nn.Embedding) else ""
+        return "vocab" if isinstance(module, nn.Embedding) and not odd_lookup(module) else ""
     if theirs == "colwise_gather_output" and outline.block_of(name) is None and found and _is_head(outline, name):
         return "vocab"
     if found is None:

@@ -38,6 +38,8 @@ def with_sequence(
 def _checked(outline: Outline, assignments: dict[str, Assignment], given: Assignment) -> Assignment:
     """An assignment with the parameters whose gradients are summed late."""
     own = own_parameters(outline.modules[given.module])
+    if _is_routed(outline, given.module):
+        return given
     if given.style == "sequence":
         if outline.block_of(given.module) is None:
             return replace(given, note=_OUTSIDE)
@@ -73,11 +75,17 @@ def _added(
         return Assignment(name, "replicated")
     if not own or next(module.children(), None) is not None or isinstance(module, nn.Embedding) or outline.matrix(name):
         return None
-    if _is_between(outline, found, name):
+    if _is_between(outline, found, name) or (is_norm(module) and _is_routed(outline, name)):
         return None
     if is_norm(module):
         return Assignment(name, "sequence", deferred=own)
     return Assignment(outline.unit(name, split), "replicated")
+
+
+def _is_routed(outline: Outline, name: str) -> bool:
+    """Whether a module is part of an expert: the tokens that it gets are chosen from the whole sequence."""
+    block = outline.block_of(name)
+    return block is not None and "expert" in name.removeprefix(block).lower()
 
 
 def _is_between(outline: Outline, assignments: dict[str, Assignment], name: str) -> bool:

@@ -10,7 +10,7 @@ from lightning_hybrid.functional.splits import Split
 from lightning_hybrid.parallel.tensor.assignment import Assignment
 from lightning_hybrid.parallel.tensor.planning.attentions import sections
 from lightning_hybrid.parallel.tensor.planning.heads import Heads
-from lightning_hybrid.parallel.tensor.planning.outline import Matrix, Outline, own_parameters, parent
+from lightning_hybrid.parallel.tensor.planning.outline import Matrix, Outline, odd_lookup, own_parameters, parent
 
 _LINEAR = "an nn.Linear or a Conv1D of transformers, with a weight of its own"
 
@@ -66,9 +66,10 @@ def _rowwise(outline: Outline, name: str) -> dict[str, Split]:
 
 def _vocab(outline: Outline, name: str) -> dict[str, Split]:
     module = outline.modules[name]
-    if isinstance(module, nn.Embedding) and module.max_norm is not None:
+    if isinstance(module, nn.Embedding) and odd_lookup(module):
         raise ValueError(
-            f"{name} has max_norm={module.max_norm}, which rescales rows: it cannot take the style 'vocab'."
+            f"{name} has {odd_lookup(module)}, with which its rows cannot be dealt out: make it without, or leave it "
+            "out of tensor_parallel_plan."
         )
     found = outline.matrix(name)
     if isinstance(module, nn.Embedding) and "weight" in own_parameters(module):

@@ -6,7 +6,7 @@ import re
 
 from torch import nn
 
-from lightning_hybrid.parallel.tensor.planning.outline import Outline, last
+from lightning_hybrid.parallel.tensor.planning.outline import Outline, last, odd_lookup
 
 _NO_TOKENS = re.compile(r"pos|wpe|type|segment|time", re.IGNORECASE)
 
@@ -31,6 +31,6 @@ def find_vocabularies(outline: Outline) -> list[str]:
 
 
 def _tokens(outline: Outline, name: str) -> nn.Embedding | None:
-    """The embedding that a module is, if its rows can be dealt out: not where a lookup rescales them."""
+    """The embedding that a module is, if its rows can be dealt out."""
     module = outline.modules[name]
-    return module if isinstance(module, nn.Embedding) and module.max_norm is None else None
+    return module if isinstance(module, nn.Embedding) and not odd_lookup(module) else None
