@@ -116,7 +116,17 @@ def reduce_to_part(tensor: Tensor, split: Split, axis: TensorAxis) -> Tensor:
 
 
 def take(tensor: Tensor, split: Split, axis: TensorAxis) -> Tensor:
-    """Forward keeps a part of a whole value; backward gathers."""
+    """Forward keeps a part of a whole value; backward gathers.
+
+    Raises:
+        RuntimeError: If the tensor is no whole.
+    """
+    if tensor.shape[split.dim] != split.length:
+        raise RuntimeError(
+            f"A tensor of shape {list(tensor.shape)} meets parts of one of length {split.length} on dimension "
+            f"{split.dim}. Code that torch functions do not see, such as a torch.autograd.Function, may have returned "
+            "this rank's part alone: give the module that calls it the style 'replicated' in tensor_parallel_plan."
+        )
     result: Tensor = _Take.apply(tensor, split, axis)
     return result
 

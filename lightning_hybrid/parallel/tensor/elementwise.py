@@ -100,8 +100,8 @@ def each_element(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwa
     if len(from_right) > 1 or len(sections) > 1:
         return NotImplemented
     split = Split(len(whole) + from_right.pop(), sections.pop())
-    if whole[split.dim] != split.length:
-        return NotImplemented
+    if split.length == 1 != whole[split.dim]:
+        return NotImplemented  # the dimension itself is broadcast
     in_place = isinstance(args[0] if args else None, Tensor) and _in_place(name)
     if in_place and (split_of(args[0]) != split or shape_of(args[0]) != whole):
         return NotImplemented

@@ -56,20 +56,27 @@ def install(
     """
     axis = tensor.axis
     axis.regather = sequence_parallel == "regather"
+    _show_parameters(root, tensor, [*tensor.splits, *(tensor.deferred if sequence_parallel else ())])
+    for module in root.modules():
+        if isinstance(module, Metric):
+            vars(module)["update"] = _of_wholes(module.update)
+    for name in [a.module for a in assignments if a.style == "replicated"]:
+        make_whole(root.get_submodule(name), axis)
+    for run in runs if sequence_parallel else ():
+        for name in run:
+            add_region(root.get_submodule(name), axis, is_last=name == run[-1])
+
+
+def _show_parameters(root: nn.Module, tensor: TensorParallel, names: Sequence[str]) -> None:
     shown: dict[str, dict[str, Split | None]] = {}
-    for name in [*tensor.splits, *(tensor.deferred if sequence_parallel else ())]:
+    for name in names:
         parent, _, leaf = name.rpartition(".")
         shown.setdefault(parent, {})[leaf] = tensor.splits.get(name)
     # a shared module has several names
     modules = {id(root.get_submodule(parent)): parameters for parent, parameters in shown.items()}
     for module in list(root.modules()):
         if id(module) in modules:
-            _show(module, modules[id(module)], axis)
-    for module in root.modules():
-        if isinstance(module, Metric):
-            vars(module)["update"] = _of_wholes(module.update)
-    if sequence_parallel:
-        _deal_out_sequences(root, runs, axis, [a.module for a in assignments if a.style == "replicated"])
+            _show(module, modules[id(module)], tensor.axis)
 
 
 def _of_wholes(update: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,21 +88,6 @@ def _of_wholes(update: Callable[..., Any]) -> Callable[..., Any]:
         return update(*args, **kwargs)
 
     return updated
-
-
-def _deal_out_sequences(
-    root: nn.Module, runs: Sequence[Sequence[str]], axis: TensorAxis, replicated: Sequence[str]
-) -> None:
-    for name in replicated:
-        if _inside(name, runs):
-            make_whole(root.get_submodule(name), axis)
-    for run in runs:
-        for name in run:
-            add_region(root.get_submodule(name), axis, is_last=name == run[-1])
-
-
-def _inside(name: str, runs: Sequence[Sequence[str]]) -> bool:
-    return any(f"{name}.".startswith(f"{block}.") for run in runs for block in run)
 
 
 def _show(module: nn.Module, parameters: dict[str, Split | None], axis: TensorAxis) -> None:

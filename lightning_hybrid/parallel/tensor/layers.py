@@ -54,12 +54,6 @@ def linear(tensor: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         return wrap(result, split.moved(result.ndim - 1), axis)
     features = split_of(tensor)
     if features is None:
-        if tensor.shape[-1] != split.length:
-            raise RuntimeError(
-                f"A row-parallel weight takes {split.length} features and is given {tensor.shape[-1]}. Code that hides "
-                "from torch functions, such as a torch.autograd.Function, may have returned this rank's part alone: "
-                "give the modules around it the style 'replicated' in tensor_parallel_plan."
-            )
         tensor = wrap(take(part_of(tensor), split.moved(tensor.ndim - 1), axis), split.moved(tensor.ndim - 1), axis)
     elif features != split.moved(tensor.ndim - 1):
         return NotImplemented

@@ -11,7 +11,7 @@ from lightning_hybrid.parallel.tensor.assignment import Assignment
 from lightning_hybrid.parallel.tensor.planning.attentions import Attention, find_attentions
 from lightning_hybrid.parallel.tensor.planning.heads import Heads, check_heads, find_heads
 from lightning_hybrid.parallel.tensor.planning.outline import Outline, parent
-from lightning_hybrid.parallel.tensor.planning.patterns import match
+from lightning_hybrid.parallel.tensor.planning.patterns import AUTO, match
 from lightning_hybrid.parallel.tensor.planning.recognise import Recogniser
 from lightning_hybrid.parallel.tensor.planning.sequences import with_sequence
 from lightning_hybrid.parallel.tensor.planning.shared import follow
@@ -53,7 +53,7 @@ def make_plan(
         )
     attentions = find_attentions(outline)
     if isinstance(plan, Mapping):
-        styles, notes = _given(outline, plan, sequence_parallel=sequence_parallel), dict[str, str]()
+        styles, notes = _given(outline, plan, attentions, sequence_parallel=sequence_parallel)
     elif plan == "auto":
         styles, notes = Recogniser(outline, attentions).run()
     else:
@@ -67,16 +67,24 @@ def make_plan(
     return [found[name] for name in outline.modules if name in found]
 
 
-def _given(outline: Outline, plan: Mapping[str, str], *, sequence_parallel: bool) -> dict[str, str]:
-    """Styles of the user's plan."""
-    styles = match(outline, plan)
+def _given(
+    outline: Outline, plan: Mapping[str, str], attentions: Sequence[Attention], *, sequence_parallel: bool
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Styles of the user's plan, and notes of the automatic one where that leaves something to it."""
+    styles, notes = match(outline, plan), dict[str, str]()
+    left = {name for name, style in styles.items() if style == AUTO}
+    if left:
+        automatic, why = Recogniser(outline, attentions).run()
+        found = {name: automatic[name] for name in left if name in automatic}
+        styles = {name: found.get(name, style) for name, style in styles.items() if name not in left or name in found}
+        notes = {name: note for name, note in why.items() if name in left}
     for pattern, style in plan.items():
         if style == "sequence" and not sequence_parallel:
             raise ValueError(
                 f"tensor_parallel_plan gives {pattern!r} the style 'sequence', which needs sequence_parallel=True. Set "
                 "it, or leave the pattern out."
             )
-    return styles
+    return styles, notes
 
 
 def _heads(outline: Outline, styles: Mapping[str, str], attentions: Sequence[Attention]) -> dict[str, Heads]:

@@ -158,6 +158,7 @@ def whole(value: Any) -> Any:
     if not isinstance(value, SplitTensor):
         return value
     if value.held is None:
+        refuse_deferred("what follows", [value])
         return part_of(value)
     with without_torch_function():
         return gather(part_of(value), value.held, value.axis)
@@ -183,6 +184,9 @@ def call_whole(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwarg
         )
     if any(split_of(leaf) for leaf in leaves_of((args, kwargs))):
         _warn_of_gather(name, args, kwargs)
+    elif _stays_deferred(name, (args, kwargs)):
+        axis, (args, kwargs) = axis_of((args, kwargs)), map_leaves(part_of, (args, kwargs))
+        return map_leaves(lambda leaf: _deferred(leaf, axis), func(*args, **kwargs))
     refuse_deferred(name, (args, kwargs))
     args, kwargs = map_leaves(whole, (args, kwargs))
     result = func(*args, **kwargs)
@@ -196,6 +200,20 @@ def _read_only(leaf: Any) -> Any:
 def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a function writes into."""
     return (args[0] if args and _writes(name) else None, kwargs.get("out"))
+
+
+def _stays_deferred(name: str, arguments: Any) -> bool:
+    """Whether a function makes something of deferred parameters alone, such as `1 + weight`: so is its gradient."""
+    tensors = [leaf for leaf in leaves_of(arguments) if isinstance(leaf, Tensor)]
+    return name != "backward" and not any(_needs_whole_gradient(t) for t in tensors)
+
+
+def _needs_whole_gradient(tensor: Tensor) -> bool:
+    return not isinstance(tensor, SplitTensor) and tensor.requires_grad
+
+
+def _deferred(leaf: Any, axis: TensorAxis) -> Any:
+    return wrap(leaf, None, axis) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
 
 def refuse_deferred(name: str, arguments: Any) -> None:

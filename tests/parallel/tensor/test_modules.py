@@ -250,7 +250,9 @@ def deferred_on_a_whole():
     axis = TensorAxis(dist.group.WORLD)
     install(model, [], TensorParallel(model, assignments, axis), assignments, sequence_parallel=True)
     with axis.step(), pytest.raises(RuntimeError, match="LayerNorm has parameters for sequence shards"):
-        model(torch.ones(2, 4))
+        model(torch.ones(2, 4, requires_grad=True))
+    with axis.step(), pytest.raises(RuntimeError, match="The step has parameters for sequence shards"):
+        model(torch.ones(2, 4)).sum().backward()
     with axis.step(), torch.no_grad():
         assert model(torch.ones(2, 4)).tolist() == [[0.0] * 4] * 2
     assert isinstance(model[0].weight, nn.Parameter)
@@ -276,3 +278,84 @@ def short_sequence():
 
 def test_a_sequence_shorter_than_the_axis_is_refused_in_training():
     run_ranks(2, short_sequence)
+
+
+class Hidden(torch.autograd.Function):
+    """What torch functions do not see: it gets a part and returns one."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone() * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * 2 + 0 * x
+
+
+class Doubled(nn.Module):
+    """Calls it."""
+
+    def forward(self, x):
+        return Hidden.apply(x)
+
+
+def custom_function(replicated):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), Doubled(), nn.Linear(8, 4)).double()
+    x, whole = torch.randn(3, 4, dtype=torch.float64), copy.deepcopy(model)
+    whole(x).sum().backward()
+    assignments = [column("0", 8), row("2", 8), *([Assignment("1", "replicated")] if replicated else [])]
+    axis = TensorAxis(dist.group.WORLD)
+    tensor = TensorParallel(model, assignments, axis)
+    install(model, [], tensor, assignments, sequence_parallel=False)
+    with axis.step():
+        if not replicated:
+            with pytest.raises(RuntimeError, match=r"torch.autograd.Function.*'replicated'"):
+                model(x).sum().backward()
+            return
+        model(x).sum().backward()
+    for name, parameter in whole.named_parameters():
+        assert_close(model.get_parameter(name).grad, tensor.part(name, parameter.grad))
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+def test_a_function_that_hides_from_torch_is_refused_or_gets_wholes(replicated):
+    run_ranks(2, custom_function, replicated)
+
+
+class ShiftedNorm(nn.Module):
+    """A norm that computes with one more than its weight, as Gemma's does."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH, dtype=torch.float64))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * (1.0 + self.weight.double()).view(1, -1)
+
+
+def shifted(sequence):
+    torch.manual_seed(0)
+    model = nn.Sequential(ShiftedNorm(), nn.Linear(WIDTH, WIDTH)).double()
+    x, whole = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64), copy.deepcopy(model)
+    whole(x).pow(2).sum().backward()
+    assignments = [norm("0", "weight")]
+    axis = TensorAxis(dist.group.WORLD)
+    tensor = TensorParallel(model, assignments, axis)
+    install(model, [["0", "1"]], tensor, assignments, sequence_parallel=sequence)
+    with axis.step():
+        model(x).pow(2).sum().backward()
+        if not sequence:
+            return
+        with pytest.raises(RuntimeError, match="has parameters for sequence shards"):
+            (model[0].weight * 2).sum().backward()
+    dist.all_reduce(model[0].weight.grad)
+    for name, parameter in whole.named_parameters():
+        assert_close(model.get_parameter(name).grad, parameter.grad)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_is_made_of_a_deferred_parameter_is_deferred(sequence):
+    run_ranks(2, shifted, sequence)

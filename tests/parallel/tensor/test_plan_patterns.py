@@ -110,6 +110,17 @@ def test_fused_sections_follow_grouped_heads():
     assert "2 key-value heads, which tensor_parallel_size=4" in refused({"packed": "fused_qkv"}, root, 4)
 
 
+def test_the_automatic_plan_serves_where_a_pattern_leaves_it_a_module():
+    root = stack(lambda: Root(up=nn.Linear(WIDTH, WIDE), act=nn.GELU(), down=nn.Linear(WIDE, WIDTH)))
+    automatic = {a.module: a.style for a in plan(root)}
+    assert automatic == {"layers.0.up": "colwise", "layers.0.down": "rowwise"} | {
+        "layers.1.up": "colwise", "layers.1.down": "rowwise",
+    }  # fmt: skip
+    mixed = {a.module: a.style for a in plan(root, given={"*": "auto", "1.down": "replicated", "1.act": "replicated"})}
+    expected = {**automatic, "layers.1.act": "replicated", "layers.1.down": "replicated"}
+    assert mixed == expected
+
+
 def test_unknown_module_is_refused_with_near_ones():
     assert "'*.queryy', which matches no module with parameters. Near it: query" in refused({"*.queryy": "colwise"})
     assert "Some of its modules: embed, head, layers" in refused({"zzzzzz": "colwise"})

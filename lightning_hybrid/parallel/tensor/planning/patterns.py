@@ -9,29 +9,32 @@ from fnmatch import fnmatchcase
 from lightning_hybrid.parallel.tensor.assignment import STYLES
 from lightning_hybrid.parallel.tensor.planning.outline import Outline, last, within
 
+AUTO = "auto"
+
 
 def match(outline: Outline, plan: Mapping[str, str]) -> dict[str, str]:
     """Style of each module that a pattern names.
 
     A pattern matches a module's whole dotted name or the end of it that starts behind a dot, and its `*` stands for
     anything, dots too: "embed" and "*.embed" both name `model.embed`. Of several patterns that match a module the last
-    one counts. What lies in a replicated module is replicated, whatever names it. A module without any parameters is
-    passed over.
+    one counts. What lies in a replicated module is replicated, whatever names it. The style "auto" leaves a module to
+    the automatic plan. A module without any parameters is passed over, unless it is to be replicated.
 
     Raises:
         ValueError: If a style does not exist, or a pattern matches no module with parameters.
     """
     found: dict[str, str] = {}
     for pattern, style in plan.items():
-        if style not in STYLES:
+        if style not in (*STYLES, AUTO):
             near = get_close_matches(str(style), STYLES, n=1)
             meant = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(
                 f"tensor_parallel_plan gives {pattern!r} the unknown style {style!r}.{meant} The styles are "
-                f"{', '.join(STYLES)}."
+                f"{', '.join(STYLES)}, and {AUTO} for what the automatic plan finds."
             )
         matching = {first for name, first in outline.first_names.items() if _matches(name, pattern)}
-        matching = {name for name in matching if next(outline.modules[name].parameters(), None) is not None}
+        if style != "replicated":
+            matching = {name for name in matching if next(outline.modules[name].parameters(), None) is not None}
         if not matching:
             raise ValueError(_no_match(outline, pattern))
         found |= dict.fromkeys(matching, style)
