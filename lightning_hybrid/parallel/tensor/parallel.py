@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.functional.splits import Split
+from lightning_hybrid.functional.trees import leaves_of, map_leaves
 from lightning_hybrid.parallel.tensor.assignment import Assignment
 from lightning_hybrid.parallel.tensor.axis import TensorAxis
+from lightning_hybrid.parallel.tensor.split_tensor import SplitTensor, whole
 
 
 class TensorParallel:
@@ -59,13 +61,27 @@ class TensorParallel:
         Args:
             name: The parameter's.
             part: This rank's slice, in any memory; not sharded over the data axis any more.
-            like: This rank's slice of the parameter, as it is without sharding over the data axis.
+            like: This rank's slice of the parameter, which may be sharded over the data axis.
+
+        Returns:
+            The whole where the parameter is, or `part` itself.
         """
         split = self.splits.get(name)
         if split is None or not isinstance(part, Tensor) or part.shape != like.shape:
             return part
         size = self.axis.size
-        shapes = [split.local_shape(split.whole_shape(part.shape), size, rank) for rank in range(size)]
-        parts = [part.new_empty(shape) for shape in shapes]
-        dist.all_gather(parts, part.contiguous(), group=self.axis.group)
-        return split.join(parts)
+        lengths = [sum(split.shares(size, rank)) for rank in range(size)]
+        padded = (*part.shape[: split.dim], max(lengths), *part.shape[split.dim + 1 :])
+        mine = part.detach().new_zeros(padded, device=like.device)  # gloo and NCCL gather equal shapes only
+        mine.narrow(split.dim, 0, part.shape[split.dim]).copy_(part.detach())
+        gathered = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(gathered, mine, group=self.axis.group)
+        return split.join([other.narrow(split.dim, 0, n) for other, n in zip(gathered, lengths, strict=True)])
+
+
+def whole_tree(tree: Any) -> Any:
+    """Nested containers with split tensors made whole, for code that knows nothing of them; the axis calls it together.
+
+    Others are returned as they are.
+    """
+    return map_leaves(whole, tree) if any(isinstance(leaf, SplitTensor) for leaf in leaves_of(tree)) else tree
