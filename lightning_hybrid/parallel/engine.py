@@ -25,6 +25,7 @@ from lightning_hybrid.parallel.probe_run import ProbeRun
 from lightning_hybrid.parallel.run import Result, StageRun
 from lightning_hybrid.parallel.streams import Streams
 from lightning_hybrid.parallel.tensor.parallel import TensorParallel
+from lightning_hybrid.parallel.tensor.regions import bypass_sharding
 
 REMEMBERED = 1024
 """Structures and shapes whose plans are kept, those used last; ranks of a replica see the same ones."""
@@ -125,6 +126,7 @@ class Engine:
             self.ownership = Ownership({name: (0,) for name, _ in self.root.named_parameters()}, {}, {}, [])
         if self._zero_stage > 0 and self.mesh.layout.data > 1:
             self.data = Sharded(self.cut, self.root, self.mesh)
+            bypass_sharding(self.root)
             if self.cut is not None:
                 self.cut.refresh()
         return self.ownership

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.functional.splits import Split
@@ -69,14 +68,7 @@ class TensorParallel:
         split = self.splits.get(name)
         if split is None or not isinstance(part, Tensor) or part.shape != like.shape:
             return part
-        size = self.axis.size
-        lengths = [sum(split.shares(size, rank)) for rank in range(size)]
-        padded = (*part.shape[: split.dim], max(lengths), *part.shape[split.dim + 1 :])
-        mine = part.detach().new_zeros(padded, device=like.device)  # gloo and NCCL gather equal shapes only
-        mine.narrow(split.dim, 0, part.shape[split.dim]).copy_(part.detach())
-        gathered = [torch.empty_like(mine) for _ in range(size)]
-        dist.all_gather(gathered, mine, group=self.axis.group)
-        return split.join([other.narrow(split.dim, 0, n) for other, n in zip(gathered, lengths, strict=True)])
+        return self.axis.gather(part.detach().to(like.device), split)
 
 
 def whole_tree(tree: Any) -> Any:
