@@ -135,3 +135,42 @@ def test_outputs_metrics_and_predictions_are_those_of_one_process(pipeline, micr
         assert found == pytest.approx(metrics, rel=1e-7)
         torch.testing.assert_close(predicted, predictions, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(results[0][2], state, rtol=1e-9, atol=1e-12)
+
+
+class Manual(Classes):
+    """Adds up two backward passes, clips, and steps."""
+
+    def __init__(self):
+        super().__init__(False)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for factor in (1.0, 3.0):
+            self.manual_backward(factor * F.cross_entropy(self(batch[0]), wanted(batch)))
+        self.clip_gradients(optimizer, 0.05, "norm")
+        optimizer.step()
+
+
+def manual(strategy):
+    trainer, module, data = trainer_of(strategy), Manual(), DataLoader(samples(8), 4)
+    before = trainer.validate(module, data, verbose=False)[0]
+    trainer.fit(module, data, data)
+    return before, dict(weights(trainer))
+
+
+def manual_split(sequence_parallel):
+    return manual(
+        hybrid(1, 1, 1, tensor_parallel_size=2, tensor_parallel_plan=PLAN, sequence_parallel=sequence_parallel)
+    )
+
+
+@QUIET
+@pytest.mark.parametrize("sequence_parallel", [False, True, "regather"])
+def test_validation_alone_and_manual_optimization_are_those_of_one_process(sequence_parallel):
+    results = run_trainers(2, manual_split, sequence_parallel)
+    before, state = manual("auto")
+    for found, _ in results:
+        assert found == pytest.approx(before, rel=1e-7)
+    torch.testing.assert_close(results[0][1], state, rtol=1e-9, atol=1e-12)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -50,8 +49,6 @@ class MetricObjects:
                 metric.dist_sync_fn = _GatherOver(mesh.data_group)
             self._twins[name] = copy.deepcopy(metric)
             metric.register_forward_hook(self._follow(name, metric), with_kwargs=True)
-            if mesh.layout.tensor > 1:
-                metric.__dict__["update"] = _on_whole_tensors(metric.update)
             if mesh.layout.pipeline > 1:
                 metric.__dict__["compute"] = self._shared_compute(metric, metric.compute)
 
@@ -145,17 +142,6 @@ class _GatherOver:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _GatherOver:
         return self
-
-
-def _on_whole_tensors(update: Callable[..., None]) -> Callable[..., None]:
-    """A metric keeps what it is given, and looks at it after the step: split tensors are gathered for it."""
-
-    @functools.wraps(update)
-    def wrapped(*args: Any, **kwargs: Any) -> None:
-        args, kwargs = whole_tree((args, kwargs))
-        update(*args, **kwargs)
-
-    return wrapped
 
 
 def outermost_metrics(module: nn.Module, prefix: str = "") -> Iterable[tuple[str, Metric]]:
