@@ -70,6 +70,8 @@ class Classes(Small):
         self.error(scores, torch.zeros_like(scores))
         self.kept.update(scores, None)
         self.log("error", self.error)
+        if self.returns_scores:  # where all ranks are in the same step
+            self.log("gathered", self.all_gather(scores).square().sum())
         self.log("largest", scores.max(), reduce_fx="max")
         best = scores.max(dim=0).values
         self.best = best if self.best is None else torch.maximum(self.best, best)
@@ -135,6 +137,36 @@ def test_outputs_metrics_and_predictions_are_those_of_one_process(pipeline, micr
         assert found == pytest.approx(metrics, rel=1e-7)
         torch.testing.assert_close(predicted, predictions, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(results[0][2], state, rtol=1e-9, atol=1e-12)
+
+
+class CallsItself(Classes):
+    """Calls the model in a hook, where ranks would compute with their slices alone."""
+
+    def on_train_epoch_end(self):
+        self(torch.ones(2, WIDTH, dtype=torch.float64))
+
+
+def called_outside():
+    messages, data = [], DataLoader(samples(8), 4)
+    module = Classes(False)
+    trainer_of(hybrid(1, 1, 1, tensor_parallel_size=2, tensor_parallel_plan=PLAN)).fit(module, data, data)
+    for call in (
+        lambda: module(torch.ones(2, WIDTH, dtype=torch.float64)),
+        lambda: trainer_of(hybrid(1, 1, 1, tensor_parallel_size=2, tensor_parallel_plan=PLAN)).fit(
+            CallsItself(False), data, data
+        ),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        messages.append(str(caught.value))
+    return messages
+
+
+@QUIET
+def test_the_model_is_not_called_outside_steps():
+    for messages in run_trainers(2, called_outside):
+        for message in messages:
+            assert "blocks.0.up was called outside a step, and each of 2 ranks holds a slice of it." in message
 
 
 class Manual(Classes):

@@ -24,7 +24,7 @@ from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.saving import gather_model_state, gather_optimizer_state, state_keys
 from lightning_hybrid.parallel.tensor.axis import TensorAxis
 from lightning_hybrid.parallel.tensor.install import install
-from lightning_hybrid.parallel.tensor.parallel import TensorParallel
+from lightning_hybrid.parallel.tensor.parallel import TensorParallel, refuse_outside_steps
 from lightning_hybrid.strategies.clipping import Clipping
 from lightning_hybrid.strategies.hooks import SharedHooks
 from lightning_hybrid.strategies.metric_objects import MetricObjects, compute_metrics_together
@@ -177,6 +177,7 @@ def _split(module: nn.Module, options: dict[str, Any], ground: Ground) -> Tensor
     """Give this rank its slices of the matrices; the parameters stay the objects that the optimizers have."""
     tensor = TensorParallel(module, ground.assignments, TensorAxis(ground.mesh.tensor_group))
     install(module, ground.runs, tensor, ground.assignments, sequence_parallel=options["sequence_parallel"])
+    refuse_outside_steps(module, tensor)
     return tensor
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,6 +70,20 @@ class TensorParallel:
         if split is None or not isinstance(part, Tensor) or part.shape != like.shape:
             return part
         return self.axis.gather(part.detach().to(like.device), split)
+
+
+def refuse_outside_steps(root: nn.Module, tensor: TensorParallel) -> None:
+    """Let modules with slices raise where they are called outside a step: they would compute with the slices alone."""
+    for name in dict.fromkeys(name.rpartition(".")[0] for name in tensor.splits):
+        root.get_submodule(name).register_forward_pre_hook(partial(_check_active, tensor.axis, name), prepend=True)
+
+
+def _check_active(axis: TensorAxis, name: str, module: nn.Module, args: object) -> None:
+    if not axis.active:
+        raise RuntimeError(
+            f"{name} was called outside a step, and each of {axis.size} ranks holds a slice of it. Call the model only "
+            "inside training_step, validation_step, test_step and predict_step."
+        )
 
 
 def whole_tree(tree: Any) -> Any:
