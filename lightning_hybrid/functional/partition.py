@@ -82,6 +82,25 @@ def check(partition: Sequence[int], num_layers: int, num_stages: int) -> None:
         )
 
 
+def runs(lists: Sequence[Sequence[str]], partition: Sequence[int]) -> list[list[str]]:
+    """Groups of consecutive layers of one list that are on one stage.
+
+    Args:
+        lists: Names of the layers of each list; together they are the model's layers in order.
+        partition: Layers of each stage; empty if one stage has all.
+    """
+    cuts = set(accumulate(partition))
+    groups: list[list[str]] = []
+    position = 0
+    for layers in lists:
+        for index, layer in enumerate(layers):
+            if index == 0 or position in cuts:
+                groups.append([])
+            groups[-1].append(layer)
+            position += 1
+    return groups
+
+
 def stage_layers(partition: Sequence[int]) -> list[range]:
     """Give the layers of each stage, numbered from 0: ``[2, 3]`` has ``[range(0, 2), range(2, 5)]``."""
     return [range(start, end) for start, end in pairwise(accumulate(partition, initial=0))]

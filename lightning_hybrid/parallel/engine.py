@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -16,7 +15,8 @@ from lightning_hybrid.functional.lowering import lower
 from lightning_hybrid.functional.schedules import Action, Kind, choose, forward_only
 from lightning_hybrid.parallel.cut import StageCut
 from lightning_hybrid.parallel.data_parallel import DataParallel, Replicated, Sharded, broadcast_value
-from lightning_hybrid.parallel.executor import Event, Executor, Work
+from lightning_hybrid.parallel.executor import Event, Executor, Step, Work
+from lightning_hybrid.parallel.gradients import sum_gradients
 from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.ownership import Ownership, settle
 from lightning_hybrid.parallel.plan import Needs, Plan
@@ -24,24 +24,11 @@ from lightning_hybrid.parallel.probe import probe
 from lightning_hybrid.parallel.probe_run import ProbeRun
 from lightning_hybrid.parallel.run import Result, StageRun
 from lightning_hybrid.parallel.streams import Streams
+from lightning_hybrid.parallel.tensor.parallel import TensorParallel
+from lightning_hybrid.parallel.tensor.regions import bypass_sharding
 
 REMEMBERED = 1024
 """Structures and shapes whose plans are kept, those used last; ranks of a replica see the same ones."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One batch's worth of work.
-
-    Attributes:
-        name: The step's name and whatever identifies the batch: what random numbers are derived from.
-        keys: For each micro-batch, what its plan is valid for.
-        call: Runs the user's step on a micro-batch, by number.
-    """
-
-    name: tuple[object, ...]
-    keys: Sequence[Hashable]
-    call: Callable[[int], Any]
 
 
 class Engine:
@@ -55,6 +42,7 @@ class Engine:
         num_chunks: Stages of each rank.
         zero_stage: 0 or 1.
         seed: Base of all random numbers drawn in steps; the same on every rank.
+        tensor: What tensor parallelism has made of the model; None on a tensor axis of one rank.
 
     Attributes:
         num_samples: Samples of this replica's last batch.
@@ -71,8 +59,9 @@ class Engine:
         num_chunks: int,
         zero_stage: int,
         seed: int,
+        tensor: TensorParallel | None = None,
     ) -> None:
-        self.root, self.cut, self.mesh = root, cut, mesh
+        self.root, self.cut, self.mesh, self.tensor = root, cut, mesh, tensor
         self.num_stages = mesh.layout.pipeline * num_chunks
         self.num_samples = 1
         self.executor = Executor(mesh, self.num_stages)
@@ -92,8 +81,8 @@ class Engine:
 
     @property
     def is_partial(self) -> bool:
-        """Whether this rank has only some of the parameters, or shards of them."""
-        return self.cut is not None or isinstance(self.data, Sharded)
+        """Whether this rank has only some of the parameters, or slices or shards of them."""
+        return self.cut is not None or self.tensor is not None or isinstance(self.data, Sharded)
 
     @property
     def stand_ins(self) -> Collection[str]:
@@ -137,6 +126,7 @@ class Engine:
             self.ownership = Ownership({name: (0,) for name, _ in self.root.named_parameters()}, {}, {}, [])
         if self._zero_stage > 0 and self.mesh.layout.data > 1:
             self.data = Sharded(self.cut, self.root, self.mesh)
+            bypass_sharding(self.root)
             if self.cut is not None:
                 self.cut.refresh()
         return self.ownership
@@ -157,12 +147,12 @@ class Engine:
             plans: Its plans, from `prepare`.
             seed: For a micro-batch and the last stage's output, the scalar to differentiate and its weight.
             weight: Weight of a micro-batch where it does not depend on that output, else None.
-            reduce: This batch ends an accumulation window: sum the gradients over replicas and holders.
+            reduce: This batch ends an accumulation window: sum the gradients over replicas, tensor axis and holders.
         """
         program = self._program(len(plans))[self.mesh.pipeline_rank]
         backwards = [(a.stage, a.micro_batch) for a in program if a.kind is Kind.BACKWARD]
         self.data.begin(backwards, reduce=reduce)
-        with self._streams():
+        with self._surroundings():
             work = Work(
                 program, plans, self._forward(step, plans), seed, weight, self.data.before_backward, self._forget
             )
@@ -173,6 +163,7 @@ class Engine:
                 raise
         if reduce:
             self.data.finish()
+            self.sum_deferred_gradients()
             if self.cut is not None and self.ownership is not None:
                 self.ownership.sum_shared_gradients(self.cut)
 
@@ -187,14 +178,14 @@ class Engine:
                 take(micro_batch, result.output)
             return result
 
-        with self._streams():
+        with self._surroundings():
             self.executor.run(Work(program, plans, forward_and_take, _no_seed, lambda _: None, _nothing, _nothing))
         self._runs.clear()
 
     def run_whole(self, step: Step) -> Any:
         """Call a step that has one micro-batch and runs its own backward passes, on a pipeline of one stage."""
-        with self._streams():
-            if self.mesh.layout.data > 1:
+        with self._surroundings():
+            if self._is_shared:
                 self._start_streams(step, 0)
             return step.call(0)
 
@@ -220,18 +211,34 @@ class Engine:
         """The parameters that are on this rank, in the model's order."""
         return list(self.root.parameters())
 
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The same by name, shared ones once."""
+        return self.cut.parameters if self.cut is not None else dict(self.root.named_parameters())
+
     def counted_parameters(self) -> list[nn.Parameter]:
-        """Those that this rank counts in a norm: over the world, each parameter or shard of one exactly once."""
+        """Those that this rank counts in a norm: over the world, each parameter, slice or shard of one exactly once."""
         if isinstance(self.data, Replicated) and self.mesh.data_rank > 0:
             return []
-        if self.cut is None or self.ownership is None:
-            return self.local_parameters()
-        owner, rank = self.ownership.owner, self.mesh.pipeline_rank
-        return [parameter for name, parameter in self.cut.parameters.items() if owner(name) == rank]
+        return [parameter for name, parameter in self.named_parameters().items() if self._counts(name)]
+
+    def deferred_parameters(self) -> list[nn.Parameter]:
+        """Whole parameters of which each rank of the tensor axis has a part of the gradient only."""
+        deferred = self.tensor.deferred if self.tensor is not None else frozenset[str]()
+        return [p for name, p in self.named_parameters().items() if name in deferred and p.requires_grad]
+
+    def sum_deferred_gradients(self) -> None:
+        """Sum over the tensor axis what `deferred_parameters` have, in at least float32; its ranks call it together."""
+        if self.tensor is not None:
+            sum_gradients(self.deferred_parameters(), self.mesh.tensor_group, at_least=torch.float32)
+
+    def _counts(self, name: str) -> bool:
+        is_split = self.tensor is not None and name in self.tensor.splits
+        owns = self.ownership is None or self.cut is None or self.ownership.owner(name) == self.mesh.pipeline_rank
+        return owns and (is_split or self.mesh.tensor_rank == 0)
 
     def _forward(self, step: Step, plans: list[dict[int, Plan]]) -> Callable[[int, int, list[Tensor]], Result]:
         def forward(stage: int, micro_batch: int, payload: list[Tensor]) -> Result:
-            if self.cut is not None or self.mesh.layout.data > 1:
+            if self._is_shared:
                 self._start_streams(step, micro_batch)
             if self.cut is None:
                 return self.data.step(lambda: Result([], step.call(micro_batch)))
@@ -248,7 +255,8 @@ class Engine:
             self._start_streams(step, index)
             return self.data.step(lambda: run.run(lambda: step.call(index)))
 
-        probed = probe(self.cut, self.mesh, step.keys[index], run_stage, training=training)
+        with self._tensor_step():
+            probed = probe(self.cut, self.mesh, step.keys[index], run_stage, training=training)
         if self.ownership is None:
             for stage, needs in probed.needs.items():
                 self._needs.setdefault(stage, Needs()).add(needs)
@@ -261,9 +269,19 @@ class Engine:
             for key in run.filled:
                 run.cut.keeper.filled.pop(key, None)
 
-    def _streams(self) -> Any:
-        several = self.cut is not None or self.mesh.layout.data > 1
-        return Streams(self.mesh.device) if several else nullcontext()
+    @property
+    def _is_shared(self) -> bool:
+        """Whether other ranks run parts of the same batch, so that random numbers are derived from its name."""
+        return self.mesh.layout.world_size > 1
+
+    @contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        """Context of a step."""
+        with Streams(self.mesh.device) if self._is_shared else nullcontext(), self._tensor_step():
+            yield
+
+    def _tensor_step(self) -> AbstractContextManager[None]:
+        return self.tensor.axis.step() if self.tensor is not None else nullcontext()
 
     def _start_streams(self, step: Step, micro_batch: int) -> None:
         Streams(self.mesh.device).seed(self.seed, *step.name, micro_batch, self.mesh.data_rank)
@@ -278,12 +296,3 @@ def _nothing(stage: int, micro_batch: int) -> None:
 
 def _no_seed(micro_batch: int, output: Any) -> tuple[Tensor, float]:
     raise AssertionError("an evaluation has no backward pass")
-
-
-def divide_gradients(parameters: Sequence[nn.Parameter], total: float) -> None:
-    """Divide by the total weight of a window; a window without weight has gradients of 0 and stays so."""
-    if total > 0:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                with torch.no_grad():
-                    parameter.grad.div_(total)

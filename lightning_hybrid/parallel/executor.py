@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,21 @@ from lightning_hybrid.parallel.transport import Transport
 
 Event = tuple[int, Action, float, float]
 """(pipeline rank, action, start, end) in seconds of a clock that the processes of one machine share."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One batch's worth of work.
+
+    Attributes:
+        name: The step's name and whatever identifies the batch: what random numbers are derived from.
+        keys: For each micro-batch, what its plan is valid for.
+        call: Runs the user's step on a micro-batch, by number.
+    """
+
+    name: tuple[object, ...]
+    keys: Sequence[Hashable]
+    call: Callable[[int], Any]
 
 
 @dataclass

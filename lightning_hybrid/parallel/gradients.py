@@ -33,7 +33,9 @@ def install_gradients(taken: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
-def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+def sum_gradients(
+    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, *, at_least: torch.dtype | None = None
+) -> None:
     """Sum the gradients of the same parameters over the ranks of a group, in flat buckets.
 
     A parameter without a gradient on any rank stays without; one with a gradient on some rank gets the sum everywhere.
@@ -41,6 +43,7 @@ def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) 
     Args:
         parameters: The same list, in order, on every rank.
         group: The ranks.
+        at_least: Gradients of a lower precision are summed in this one, and rounded once; None sums in their own.
     """
     if group.size() == 1 or not parameters:
         return
@@ -50,6 +53,7 @@ def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) 
     for bucket in make_buckets(parameters):
         gradients = [local(p.grad if p.grad is not None else torch.zeros_like(p)) for p in bucket]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        flat = flat.to(torch.promote_types(flat.dtype, at_least)) if at_least is not None else flat
         dist.all_reduce(flat, group=group)
         with torch.no_grad():
             for parameter, part in zip(bucket, flat.split([g.numel() for g in gradients]), strict=True):
@@ -102,6 +106,15 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | float) 
     """Multiply all gradients by one factor."""
     for gradient in (local(p.grad) for p in parameters if p.grad is not None):
         gradient.mul_(factor.to(gradient.dtype) if isinstance(factor, Tensor) else factor)
+
+
+def divide_gradients(parameters: Iterable[nn.Parameter], total: float) -> None:
+    """Divide by the total weight of a window; a window without weight has gradients of 0 and stays so."""
+    if total > 0:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                with torch.no_grad():
+                    parameter.grad.div_(total)
 
 
 def make_buckets(parameters: Sequence[nn.Parameter], first_bytes: int | None = None) -> list[list[nn.Parameter]]:

@@ -32,7 +32,8 @@ def load_model_state(engine: Engine, keys: Sequence[str], state: Mapping[str, An
             "same model, or set strict_loading=False on the LightningModule."
         )
     local = engine.root.state_dict()
-    part = {key: shard_like(state[key], local[key]) for key in local if key in state}
+    part = {key: _part(engine, key, state[key], local[key]) for key in local if key in state}
+    _check_slices(engine, state, local)
     engine.root.load_state_dict(part, strict=False)
 
 
@@ -56,8 +57,7 @@ def load_optimizer_state(
     by_name: dict[str, Any] = {}
     for group, members in zip(saved["param_groups"], wanted, strict=True):
         by_name |= {name: saved["state"].get(i) for i, name in zip(group["params"], members, strict=True)}
-    parameters = engine.cut.parameters if engine.cut else dict(engine.root.named_parameters())
-    name_of = {id(parameter): name for name, parameter in parameters.items()}
+    name_of = {id(parameter): name for name, parameter in engine.named_parameters().items()}
     states, groups, number = dict[int, Any](), list[dict[str, Any]](), 0
     for group, old in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         options = {key: value for key, value in old.items() if key not in ("params", "param_names")}
@@ -65,11 +65,29 @@ def load_optimizer_state(
         held = range(number, number + len(group["params"]))
         groups.append({**options, **own_names, "params": list(held)})
         for index, parameter in zip(held, group["params"], strict=True):
-            state = by_name.get(name_of[id(parameter)])
+            name = name_of[id(parameter)]
+            state = by_name.get(name)
             if state is not None:
-                states[index] = {key: shard_like(value, parameter) for key, value in state.items()}
+                states[index] = {key: _part(engine, name, value, parameter) for key, value in state.items()}
         number += len(held)
     optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def _part(engine: Engine, name: str, value: Any, like: Any) -> Any:
+    """This rank's slice over the tensor axis, and of that its shard over the data axis."""
+    return shard_like(value if engine.tensor is None else engine.tensor.part(name, value), like)
+
+
+def _check_slices(engine: Engine, state: Mapping[str, Any], local: Mapping[str, Any]) -> None:
+    """Refuse tensors of another length: one that is as long as a slice would else be taken for the slice."""
+    splits = engine.tensor.splits if engine.tensor is not None else {}
+    for name in (name for name in splits if name in state and name in local):
+        found, wanted = tuple(state[name].shape), splits[name].whole_shape(local[name].shape)
+        if found != wanted:
+            raise RuntimeError(
+                f"The checkpoint does not fit {type(engine.root).__name__}: {name} has shape {list(found)} there and "
+                f"{list(wanted)} in the model. Load the checkpoint of the same model."
+            )
 
 
 def shard_like(value: Any, like: Any) -> Any:

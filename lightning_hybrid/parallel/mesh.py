@@ -44,6 +44,11 @@ class Layout:
         """Number of processes."""
         return self.pipeline * self.data * self.tensor
 
+    @property
+    def replica(self) -> int:
+        """Number of processes that hold one copy of the model together, and see the same samples."""
+        return self.pipeline * self.tensor
+
     def rank(self, pipeline: int, data: int, tensor: int = 0) -> int:
         """World rank at these coordinates."""
         return (pipeline * self.data + data) * self.tensor + tensor
@@ -61,6 +66,7 @@ class Mesh:
     Attributes:
         pipeline_group: Ranks of one replica at this tensor rank, in pipeline order.
         data_group: Ranks that hold the same stages and see different samples.
+        tensor_group: Ranks that hold slices of the same matrices, in tensor order; they see the same samples.
         channels: For (forward, lower rank), the two pipeline ranks on both sides of a boundary; the last rank's upper
             neighbour is the first. Only those of this rank's own boundaries.
     """
@@ -83,10 +89,17 @@ class Mesh:
             for p in range(layout.pipeline)
             for t in range(layout.tensor)
         ]
+        tensors = [
+            [layout.rank(p, d, t) for t in range(layout.tensor)]
+            for p in range(layout.pipeline)
+            for d in range(layout.data)
+        ]
         self.pipeline_ranks = next(ranks for ranks in pipelines if self.rank in ranks)
         self.data_ranks = next(ranks for ranks in datas if self.rank in ranks)
+        self.tensor_ranks = next(ranks for ranks in tensors if self.rank in ranks)
         self.pipeline_group = self.group(pipelines, "pipeline")
         self.data_group = self.group(datas, "data")
+        self.tensor_group = self.group(tensors, "tensor")
         self.channels: dict[tuple[bool, int], dist.ProcessGroup] = {}
         for lower in range(layout.pipeline if layout.pipeline > 1 else 0):
             pairs = [[ranks[lower], ranks[(lower + 1) % layout.pipeline]] for ranks in pipelines]

@@ -26,7 +26,9 @@ def gather_model_state(engine: Engine, keys: list[str]) -> dict[str, Any]:
     """
     local = engine.root.state_dict()
     wanted = set(keys)
-    mine = {key: _kept(engine, whole(local[key])) for key in local if key in wanted and _saves(engine, key)}
+    mine = {
+        key: _gathered(engine, key, local[key], local[key]) for key in local if key in wanted and _saves(engine, key)
+    }
     parts = _collect(engine, mine)
     if parts is None:
         return {}
@@ -56,10 +58,9 @@ def gather_optimizer_state(
         names: Parameters of each group over the whole model.
         given: The names that the optimizer itself knows them by, if it does.
     """
-    parameters = engine.cut.parameters if engine.cut else dict(engine.root.named_parameters())
     mine = {
-        name: {key: _kept(engine, whole(value)) for key, value in optimizer.state[parameter].items()}
-        for name, parameter in parameters.items()
+        name: {key: _gathered(engine, name, value, parameter) for key, value in optimizer.state[parameter].items()}
+        for name, parameter in engine.named_parameters().items()
         if parameter in optimizer.state and (engine.cut is None or _owns(engine, name))
     }
     parts = _collect(engine, mine)
@@ -77,9 +78,21 @@ def gather_optimizer_state(
     return {"state": {i: found[name] for i, name in enumerate(order) if name in found}, "param_groups": groups}
 
 
-def _kept(engine: Engine, value: Any) -> Any:
-    """A gathered value, where it is collected; other replicas only take part in the gathering."""
-    return value if engine.mesh.data_rank == 0 and engine.mesh.tensor_rank == 0 else None
+def _gathered(engine: Engine, name: str, value: Any, like: Any) -> Any:
+    """A value over the data axis and then over the tensor axis, in host memory where it is collected; None elsewhere.
+
+    Args:
+        engine: This rank's engine.
+        name: A parameter's, or any other state key.
+        value: The parameter itself, or an entry of its state.
+        like: The parameter.
+    """
+    value = whole(value)
+    if engine.mesh.data_rank > 0:  # other replicas only take part in the gathering over the data axis
+        return None
+    if engine.tensor is not None:
+        value = whole(engine.tensor.whole(name, value, like))
+    return value if engine.mesh.tensor_rank == 0 else None
 
 
 def whole(value: Any) -> Any:

@@ -22,6 +22,9 @@ from lightning_hybrid.parallel.engine import Engine
 from lightning_hybrid.parallel.loading import load_model_state, load_optimizer_state
 from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.saving import gather_model_state, gather_optimizer_state, state_keys
+from lightning_hybrid.parallel.tensor.axis import TensorAxis
+from lightning_hybrid.parallel.tensor.install import install
+from lightning_hybrid.parallel.tensor.parallel import TensorParallel, refuse_outside_steps
 from lightning_hybrid.strategies.clipping import Clipping
 from lightning_hybrid.strategies.hooks import SharedHooks
 from lightning_hybrid.strategies.metric_objects import MetricObjects, compute_metrics_together
@@ -59,8 +62,7 @@ class Assembly:
     def settle(self) -> None:
         """After the first training probe: keep what this rank needs, shard it, and tell the optimizers."""
         if self.engine.settle() is not None and self.groups is not None:
-            cut = self.engine.cut
-            self.groups.keep(cut.parameters if cut else dict(self.module.named_parameters()))
+            self.groups.keep(self.engine.named_parameters())
 
     def model_state(self) -> dict[str, Any]:
         """State of the whole model on world rank 0, empty elsewhere."""
@@ -103,8 +105,7 @@ class Assembly:
 
     def use(self, groups: ParameterGroups) -> None:
         """Take new optimizers, made over the whole module, for what this rank holds of it."""
-        cut = self.engine.cut
-        groups.keep(cut.parameters if cut else dict(self.module.named_parameters()))
+        groups.keep(self.engine.named_parameters())
         self.groups = groups
 
     def install(self, trainer: Trainer, precision: Precision) -> None:
@@ -147,6 +148,7 @@ def assemble(
     keys = state_keys(module)
     zero_stage = _shardable_stage(options["zero_stage"], module, mesh)  # a decision about the whole model
     _warn_of_batch_norm(module, mesh, options["num_microbatches"])
+    tensor = _split(module, options, ground) if mesh.layout.tensor > 1 else None
     cut = None
     if mesh.layout.pipeline > 1:
         pipeline, rank = mesh.layout.pipeline, mesh.pipeline_rank
@@ -163,11 +165,20 @@ def assemble(
         num_chunks=options["num_chunks"],
         zero_stage=zero_stage,
         seed=ground.seed,
+        tensor=tensor,
     )
     metrics = MetricObjects(module, mesh, cut.keeper if cut else None)
     num_microbatches = options["num_microbatches"]
     runner = StepRunner(module, engine, metrics, options["schedule"], options["num_chunks"], num_microbatches)
     return Assembly(module, engine, runner, SharedHooks(module, engine), keys, groups, is_plain)
+
+
+def _split(module: nn.Module, options: dict[str, Any], ground: Ground) -> TensorParallel:
+    """Give this rank its slices of the matrices; the parameters stay the objects that the optimizers have."""
+    tensor = TensorParallel(module, ground.assignments, TensorAxis(ground.mesh.tensor_group))
+    install(module, ground.runs, tensor, ground.assignments, sequence_parallel=options["sequence_parallel"])
+    refuse_outside_steps(module, tensor)
+    return tensor
 
 
 def _shardable_stage(zero_stage: int, module: nn.Module, mesh: Mesh) -> int:

@@ -19,10 +19,11 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch.optim import LBFGS, Adafactor, Optimizer
+from torch.optim import LBFGS, Adafactor, Muon, Optimizer
 
 from lightning_hybrid.compat import sync_batchnorm
 from lightning_hybrid.parallel.mesh import Layout
+from lightning_hybrid.parallel.tensor.assignment import STYLES
 
 SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved_1f1b")
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "64-true")
@@ -56,7 +57,8 @@ def check_keywords(options: dict[str, Any]) -> None:
         raise ValueError(f"num_chunks={options['num_chunks']} needs pipeline_parallel_size of at least 2, got 1.")
     _check_lists(options["partition"], options["pipeline_layers"])
     _check_costs(options.get("block_costs"), options.get("max_stage_memory"), options["partition"])
-    for name, only in (("tensor_parallel_size", 1), ("expert_parallel_size", 1), ("replicate_size", 1)):
+    _check_tensor(options)
+    for name, only in (("expert_parallel_size", 1), ("replicate_size", 1)):
         if options[name] != only:
             raise ValueError(f"{name}={options[name]} is not supported yet; leave it {only}.")
     if options["zero_stage"] not in (0, 1):
@@ -64,15 +66,34 @@ def check_keywords(options: dict[str, Any]) -> None:
 
 
 def _check_numbers(options: dict[str, Any]) -> None:
-    for name in ("pipeline_parallel_size", "num_chunks", "num_microbatches"):
-        value = options[name]
-        if value == "auto" and name != "num_chunks":
+    for name in ("pipeline_parallel_size", "tensor_parallel_size", "num_chunks", "num_microbatches"):
+        value, automatic = options[name], name in ("pipeline_parallel_size", "num_microbatches")
+        if value == "auto" and automatic:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(
-                f"{name}={value!r} must be a whole number of at least 1"
-                + (", or 'auto'." if name != "num_chunks" else ".")
+                f"{name}={value!r} must be a whole number of at least 1" + (", or 'auto'." if automatic else ".")
             )
+
+
+def _check_tensor(options: Mapping[str, Any]) -> None:
+    plan, sequence = options["tensor_parallel_plan"], options["sequence_parallel"]
+    if plan != "auto" and not (
+        isinstance(plan, Mapping) and all(isinstance(text, str) for entry in plan.items() for text in entry)
+    ):
+        raise ValueError(f"tensor_parallel_plan={plan!r} is not 'auto' or a dictionary of name patterns and styles.")
+    for pattern, style in plan.items() if plan != "auto" else ():
+        if style not in STYLES:
+            raise ValueError(
+                f"tensor_parallel_plan[{pattern!r}]={style!r} is not one of {', '.join(map(repr, STYLES))}."
+            )
+    if not isinstance(sequence, bool) and sequence != "regather":
+        raise ValueError(f"sequence_parallel={sequence!r} is not True, False or 'regather'.")
+    if sequence and options["tensor_parallel_size"] == 1:
+        raise ValueError(
+            f"sequence_parallel={sequence!r} needs tensor_parallel_size of at least 2, got 1: it shares out what is "
+            "between the split matrices. Set a size, or leave it False."
+        )
 
 
 def _check_lists(partition: Any, layers: Any) -> None:
@@ -191,12 +212,14 @@ def check_trainer(trainer: Trainer) -> None:
 def check_optimizers(
     optimizers: Sequence[Optimizer], module: LightningModule, layout: Layout, options: Mapping[str, Any]
 ) -> None:
-    """Refuse optimizers that call the closure several times, or cannot work on shards where parameters will be sharded.
+    """Refuse optimizers that call the closure several times, or cannot work on slices or shards where there are some.
 
     Raises:
         ValueError: Naming the optimizer.
     """
     sharded = layout.data > 1 and options["zero_stage"] > 0 and module.automatic_optimization
+    if layout.tensor > 1:
+        _check_work_on_slices(optimizers, layout.tensor)
     for optimizer in optimizers:
         if isinstance(optimizer, Adafactor) and sharded:
             raise ValueError(
@@ -206,4 +229,20 @@ def check_optimizers(
             raise ValueError(
                 "LBFGS evaluates the loss several times a step, which a pipeline's step cannot do. Choose another "
                 "optimizer."
+            )
+
+
+def _check_work_on_slices(optimizers: Sequence[Optimizer], tensor: int) -> None:
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if isinstance(optimizer, Adafactor | Muon):
+            raise ValueError(
+                f"torch.optim.{name} looks at whole matrices, and with tensor_parallel_size={tensor} it would see "
+                "slices. Choose an optimizer that works element by element, such as AdamW, or set "
+                "tensor_parallel_size=1."
+            )
+        if not type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, LBFGS):
+            rank_zero_warn(
+                f"{name} sees slices of the split matrices with tensor_parallel_size={tensor}. If it works element by "
+                "element, nothing changes; if it takes norms or means of a matrix, they are those of a slice."
             )

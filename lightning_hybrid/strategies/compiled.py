@@ -12,13 +12,14 @@ from lightning_hybrid.parallel.cut import ancestors_of
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-def check_compiled(module: nn.Module, blocks: Sequence[str], *, pipeline: int) -> None:
-    """Refuse what compiles code that several stages run a part of, or changes the names of parameters.
+def check_compiled(module: nn.Module, blocks: Sequence[str], *, pipeline: int, tensor: int = 1) -> None:
+    """Refuse what compiles code that several stages run a part of, or that slices run, or changes parameters' names.
 
     Args:
         module: The whole module.
         blocks: Names of its blocks.
         pipeline: Ranks of the pipeline; without one only names matter.
+        tensor: Ranks of the tensor axis.
 
     Raises:
         RuntimeError: Naming the module, and what to compile instead.
@@ -30,6 +31,8 @@ def check_compiled(module: nn.Module, blocks: Sequence[str], *, pipeline: int) -
                 f"that checkpoints do not fit the plain model. Keep the module and call its compile() instead: "
                 f"self.{name}.compile()."
             )
+    if tensor > 1:
+        _refuse_all_compiled(module, tensor)
     if pipeline == 1:
         return
     for name in sorted(ancestors_of(blocks)):
@@ -42,4 +45,16 @@ def check_compiled(module: nn.Module, blocks: Sequence[str], *, pipeline: int) -
                 f"{what} is compiled and runs {blocks[0]} to {blocks[-1]}, which are on several pipeline stages; "
                 "compiled code would run past the boundaries. Compile each block on its own instead, block.compile(), "
                 "and modules outside the blocks if you like."
+            )
+
+
+def _refuse_all_compiled(module: nn.Module, tensor: int) -> None:
+    for name, child in module.named_modules():
+        functions = ["forward", *STEPS] if not name else ["forward"]
+        compiled = [f for f in functions if is_compiled_function(getattr(child, f, None))]
+        if compiled or is_compiled(child):
+            what = f"{name or type(module).__name__}{f'.{compiled[0]}' if compiled else ''}"
+            raise RuntimeError(
+                f"{what} is compiled and tensor_parallel_size={tensor} shows it slices of its matrices, which compiled "
+                "code does not know of yet. Do not compile it, or set tensor_parallel_size=1."
             )

@@ -45,7 +45,7 @@ class DataLoaders:
                 self._generators = []
 
     def process(self, loader: object, mesh: Mesh, seed: int, *, epoch: int) -> object:
-        """Make one loader agree over the stages of a replica and, in evaluation, count each sample once.
+        """Make one loader agree over the ranks of a replica and, in evaluation, count each sample once.
 
         Args:
             loader: What the user's hook returned, with the sampler that Lightning has put into it.
@@ -57,7 +57,7 @@ class DataLoaders:
             self._resume_generators(own_generators(loader))
         seed_workers(loader, mesh.data_rank)
         agreed = mesh.layout.data == 1 and "PL_GLOBAL_SEED" in os.environ  # all ranks draw alike, as one process does
-        if mesh.layout.pipeline > 1 and not agreed:
+        if mesh.layout.replica > 1 and not agreed:
             number = len(self._loaders.get(self._kind, []))
             agree_on_order(loader, derived_seed(seed, self._kind, number, mesh.data_rank), epoch=epoch)
         elif self._kind == "train" and hasattr(getattr(loader, "sampler", None), "set_epoch"):

@@ -23,6 +23,7 @@ from lightning_hybrid.functional.trees import map_leaves
 from lightning_hybrid.parallel.engine import Engine
 from lightning_hybrid.parallel.frozen import CONTAINERS, SIMPLE, Frozen
 from lightning_hybrid.parallel.snapshot import plain_attributes
+from lightning_hybrid.parallel.tensor.parallel import whole_tree
 from lightning_hybrid.strategies.clipping import NormWatch
 from lightning_hybrid.strategies.records import Exchange, Recorder, replay
 
@@ -72,7 +73,8 @@ class SharedHooks:
         self._wrapped.clear()
 
     def _wrap(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        exchange = self._exchanges.setdefault(name, Exchange(self._engine.mesh.device))
+        mesh = self._engine.mesh
+        exchange = self._exchanges.setdefault(name, Exchange(mesh.device, counts=mesh.tensor_rank == 0))
 
         @functools.wraps(hook)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -161,6 +163,6 @@ def _pack_leaf(leaf: Any) -> Any:
 def _packed(value: Any) -> bytes | None:
     """Pickled, with tensors detached and in host memory; None if that is impossible."""
     try:
-        return pickle.dumps(map_leaves(_pack_leaf, value))
+        return pickle.dumps(map_leaves(_pack_leaf, whole_tree(value)))
     except (pickle.PicklingError, TypeError, AttributeError):
         return None

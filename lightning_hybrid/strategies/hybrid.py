@@ -1,8 +1,7 @@
-"""`Trainer(strategy="hybrid_ptdp")`: pipeline and data parallelism for a LightningModule that nobody rewrote."""
+"""`Trainer(strategy="hybrid_ptdp")`: pipeline, tensor, data parallelism for a LightningModule that nobody rewrote."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from inspect import signature
@@ -10,30 +9,29 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hybrid.parallel.executor import Event
 from lightning_hybrid.strategies import checks
-from lightning_hybrid.strategies.assembly import Assembly, assemble
-from lightning_hybrid.strategies.evaluation import Evaluation, next_epoch
+from lightning_hybrid.strategies.assembly import assemble
+from lightning_hybrid.strategies.evaluation import next_epoch
 from lightning_hybrid.strategies.optimizers import ParameterGroups
-from lightning_hybrid.strategies.processes import DEFAULT_TIMEOUT, ProcessStrategy
-from lightning_hybrid.strategies.resuming import Resuming
+from lightning_hybrid.strategies.processes import DEFAULT_TIMEOUT
+from lightning_hybrid.strategies.states import StatefulStrategy
 from lightning_hybrid.strategies.summary import SummaryBeforeCut
-from lightning_hybrid.strategies.survey import Ground, survey
+from lightning_hybrid.strategies.survey import survey
 from lightning_hybrid.strategies.training import Training
 
 
-class HybridPTDPStrategy(ProcessStrategy):
-    """Pipeline x data parallel training of an unmodified LightningModule, with the numbers of one process.
+class HybridPTDPStrategy(StatefulStrategy):
+    """Pipeline x tensor x data parallel training of an unmodified LightningModule, with the numbers of one process.
 
     Args:
         pipeline_parallel_size: Ranks that one copy of the model is spread over; "auto" is the smallest divisor of at
             least 2 of the number of processes that is not above the number of blocks, else 1.
-        tensor_parallel_size: 1; larger sizes are refused in this version.
+        tensor_parallel_size: Ranks that share the matrices of each stage (arXiv:1909.08053, section 3).
         expert_parallel_size: 1; larger sizes are refused in this version.
         replicate_size: 1; larger sizes are refused in this version.
         num_chunks: Stages that one rank holds, at least 1; more than 1 interleaves (arXiv:2104.04473, section 2.2.2).
@@ -46,6 +44,10 @@ class HybridPTDPStrategy(ProcessStrategy):
         max_stage_memory: Most bytes of parameters that "balanced" gives a stage; None sets no limit.
         zero_stage: 0 replicates everything over the data axis, 1 shards optimizer states (arXiv:1910.02054, section
             5.1).
+        tensor_parallel_plan: Styles of modules, by patterns of dotted names such as "*.q_proj"; "auto" takes the
+            model's own plan, or recognises common blocks. Unused with a tensor_parallel_size of 1.
+        sequence_parallel: What is between split matrices works on shards of the sequence (arXiv:2205.05198, section
+            4.2); "regather" keeps only shards for backward, and gathers inputs once more.
         process_group_backend: Backend of the default process group; None chooses by device.
         timeout: Longest wait of a collective.
 
@@ -69,38 +71,22 @@ class HybridPTDPStrategy(ProcessStrategy):
         block_costs: list[float] | None = None,
         max_stage_memory: int | None = None,
         zero_stage: Literal[0, 1, 2, 3] = 1,
+        tensor_parallel_plan: dict[str, str] | Literal["auto"] = "auto",
+        sequence_parallel: bool | Literal["regather"] = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
     ) -> None:
         super().__init__(process_group_backend, timeout)
+        self._training, self._summary = Training(), SummaryBeforeCut()
         keywords = set(signature(HybridPTDPStrategy).parameters) - {"process_group_backend", "timeout"}
         self.options = {name: value for name, value in locals().items() if name in keywords}
         checks.check_keywords(self.options)
         self.record_timeline = False
-        self._ground: Ground | None = None
-        self._assembly: Assembly | None = None
-        self._evaluation, self._training = Evaluation(), Training()
-        self._summary = SummaryBeforeCut()
-        self._resuming = Resuming()
 
     @property
     def is_distributed(self) -> bool:
         """Whether replicas see different data: Lightning then gives each its share, and else leaves samplers alone."""
         return self.world_size > 1 if self._ground is None else self._ground.mesh.layout.data > 1
-
-    @property
-    def ground(self) -> Ground:
-        """Layout and groups; they exist once Lightning sets the strategy up, before the optimizers are made."""
-        if self._ground is None:
-            raise RuntimeError("Trainer.fit, validate, test or predict sets the strategy up; it has no layout before.")
-        return self._ground
-
-    @property
-    def assembly(self) -> Assembly:
-        """The engine and what belongs to it; it exists after the optimizers."""
-        if self._assembly is None:
-            raise RuntimeError("Trainer.fit, validate, test or predict sets the strategy up; it has no engine before.")
-        return self._assembly
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -109,11 +95,11 @@ class HybridPTDPStrategy(ProcessStrategy):
         checks.check_precision(self.precision_plugin)
         present = self._assembly if self._assembly is not None and self._assembly.module is module else None
         if present is None:
-            self._ground = survey(module, self.options, self.root_device, self.timeout, seed=self._resuming.seed)
-        elif self._is_fitting:
-            present.reseed(self._resuming.seed)
+            self._ground = survey(module, self.options, self.root_device, self.timeout, seed=self.resuming.seed)
+        elif self.is_fitting:
+            present.reseed(self.resuming.seed)
         self.model, groups = self.precision_plugin.convert_module(module), None
-        if self._is_fitting:
+        if self.is_fitting:
             with present.whole_module() if present is not None else nullcontext():
                 self._summary.show(trainer, module)
                 groups = self._group_parameters(trainer, module)
@@ -121,15 +107,10 @@ class HybridPTDPStrategy(ProcessStrategy):
             self._assembly = assemble(module, self.options, self.ground, groups, is_plain=self._is_plain)
         elif groups is not None:
             present.use(groups)
-        if self._is_fitting:
-            self._evaluation.loaders.resume(self._resuming.prepare(self.ground.mesh))
+        if self.is_fitting:
+            self.evaluation.loaders.resume(self.resuming.prepare(self.ground.mesh))
         self.setup_precision_plugin()
         self.assembly.install(trainer, self.precision_plugin)
-
-    @property
-    def _is_fitting(self) -> bool:
-        assert self.lightning_module is not None
-        return bool(self.lightning_module.trainer.state.fn == TrainerFn.FITTING)
 
     @property
     def _is_plain(self) -> bool:
@@ -154,7 +135,7 @@ class HybridPTDPStrategy(ProcessStrategy):
     def teardown(self) -> None:
         self.leave()
         self._summary.restore()
-        self._evaluation.restore()
+        self.evaluation.restore()
         if self._assembly is not None:
             self._assembly.remove()
         assert self.cluster_environment is not None
@@ -176,11 +157,12 @@ class HybridPTDPStrategy(ProcessStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """The schedule has run autograd; only the hooks around it are left, and the gradients to be installed."""
-        module, mesh = self.assembly.module, self.ground.mesh
-        if not module.automatic_optimization and mesh.layout.data > 1:
-            loss = super().backward(self._training.weigh(closure_loss, mesh), optimizer, *args, **kwargs)
-            self._training.average(module, mesh)
-            return loss
+        module = self.assembly.module
+        if not module.automatic_optimization and self.world_size > 1:
+            parent = super().backward
+            return self._training.backward_by_hand(
+                self.assembly.engine, closure_loss, lambda loss: parent(loss, optimizer, *args, **kwargs)
+            )
         if not self._training.has_run:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         self.pre_backward(closure_loss)
@@ -193,38 +175,38 @@ class HybridPTDPStrategy(ProcessStrategy):
     @override
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         if not self.assembly.module.automatic_optimization:
-            closure = self._training.checked(closure, self.ground.mesh)
+            closure = self._training.checked(closure, self.assembly.engine)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_plain:
             return super().validation_step(*args, **kwargs)
-        return self._evaluation.step("validation_step", self.assembly, self.precision_plugin, args, kwargs)
+        return self.evaluation.step("validation_step", self.assembly, self.precision_plugin, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_plain:
             return super().test_step(*args, **kwargs)
-        return self._evaluation.step("test_step", self.assembly, self.precision_plugin, args, kwargs)
+        return self.evaluation.step("test_step", self.assembly, self.precision_plugin, args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_plain:
             return super().predict_step(*args, **kwargs)
-        return self._evaluation.predict(self.assembly, self.precision_plugin, args, kwargs)
+        return self.evaluation.predict(self.assembly, self.precision_plugin, args, kwargs)
 
     @override
     def on_validation_start(self) -> None:
-        self._evaluation.start("validation_step", self.assembly)
+        self.evaluation.start("validation_step", self.assembly)
 
     @override
     def on_test_start(self) -> None:
-        self._evaluation.start("test_step", self.assembly)
+        self.evaluation.start("test_step", self.assembly)
 
     @override
     def on_predict_start(self) -> None:
-        self._evaluation.start("predict_step", self.assembly)
+        self.evaluation.start("predict_step", self.assembly)
 
     def _finish_evaluation(self) -> None:
         self.assembly.engine.finish_evaluation()
@@ -238,9 +220,9 @@ class HybridPTDPStrategy(ProcessStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        self._evaluation.loaders.announce(name)
+        self.evaluation.loaders.announce(name)
         if name == "train_dataloader()":
-            self._resuming.restore_random(self.ground.mesh, in_epoch=False)
+            self.resuming.restore_random(self.ground.mesh, in_epoch=False)
         super().barrier(name)
 
     @property
@@ -254,43 +236,12 @@ class HybridPTDPStrategy(ProcessStrategy):
         assert self.lightning_module is not None
         epoch = next_epoch(self.lightning_module.trainer)
         seed = self.ground.seed if self._assembly is None else self._assembly.engine.seed  # a resumed run's
-        return self._evaluation.loaders.process(dataloader, self.ground.mesh, seed, epoch=epoch)
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.assembly.model_state()
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self.assembly.optimizer_state(self.optimizers, optimizer)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        self.assembly.add_training_state(checkpoint, self._evaluation.loaders.generator_states())
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        if self._is_fitting:
-            self._resuming.remember(checkpoint)
-        return checkpoint
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._assembly is not None and self._assembly.module is self.lightning_module:
-            self._assembly.load_model_state(checkpoint["state_dict"], strict=strict)
-        else:
-            super().load_model_state_dict(checkpoint, strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self.assembly.load_optimizer_states(self.optimizers, checkpoint)
+        return self.evaluation.loaders.process(dataloader, self.ground.mesh, seed, epoch=epoch)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self._resuming.restore_random(self.ground.mesh, in_epoch=True)
+        self.resuming.restore_random(self.ground.mesh, in_epoch=True)
 
     def timeline(self) -> list[Event]:
         """Measured times of the last step's actions on all ranks of this replica's pipeline; all ranks must call it.

@@ -1,4 +1,4 @@
-"""Data of one replica: the same on all its stages; in evaluation seen once, without padding by duplicates."""
+"""Data of one replica: the same on all its ranks; in evaluation seen once, without padding by duplicates."""
 
 from __future__ import annotations
 
@@ -119,11 +119,11 @@ def own_generators(loader: object) -> list[torch.Generator]:
 
 
 def agree_on_order(loader: object, seed: int, *, epoch: int) -> None:
-    """Let samplers and workers of a `DataLoader` draw alike on all stages of a replica, from the seed and the epoch.
+    """Let samplers and workers of a `DataLoader` draw alike on all ranks of a replica, from the seed and the epoch.
 
     Args:
         loader: Anything else than a `DataLoader` is left alone.
-        seed: Equal on all stages.
+        seed: Equal on all of them.
         epoch: The one that is about to begin; `set_epoch` of the sampler, which Lightning calls, tells of later ones.
     """
     if not isinstance(loader, DataLoader):
@@ -165,17 +165,23 @@ def fingerprint(batch: object) -> str:
 
 
 def check_same_batch(batch: object, mesh: Mesh) -> None:
-    """Compare a batch over the stages of a replica.
+    """Compare a batch over the stages of a replica, and over the tensor axis.
 
     Raises:
-        RuntimeError: On every rank of the replica, if two stages were given different batches.
+        RuntimeError: On every rank of the replica, if two of them were given different batches.
     """
-    everyone: list[Any] = [None] * mesh.layout.pipeline
-    dist.all_gather_object(everyone, fingerprint(batch), group=mesh.pipeline_group)
-    if len(set(everyone)) > 1:
+    layout = mesh.layout
+    stages: list[Any] = [None] * layout.pipeline
+    dist.all_gather_object(stages, fingerprint(batch), group=mesh.pipeline_group)
+    columns: list[Any] = [stages]
+    if layout.tensor > 1:
+        columns = [None] * layout.tensor
+        dist.all_gather_object(columns, stages, group=mesh.tensor_group)
+    if len({each for column in columns for each in column}) > 1:
+        ranks = [layout.rank(p, mesh.data_rank, t) for p in range(layout.pipeline) for t in range(layout.tensor)]
         raise RuntimeError(
-            f"The ranks {mesh.pipeline_ranks} of one model replica were given different batches, so that inputs and "
-            "labels would come from different samples. Every stage must draw the same samples: call "
+            f"The ranks {ranks} of one model replica were given different batches, so that inputs and "
+            "labels would come from different samples. Every rank of it must draw the same samples: call "
             "seed_everything(..., workers=True), draw random numbers in the dataset or sampler from a seed of their "
             "own, and split data by the data-parallel rank (trainer.distributed_sampler_kwargs), not by the global "
             "rank."

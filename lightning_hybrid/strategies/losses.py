@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hybrid.parallel.mesh import Mesh
 
@@ -92,6 +93,16 @@ def refuse_all_gather(*args: Any, **kwargs: Any) -> NoReturn:
         "self.all_gather in a step would join different micro-batches, because ranks run them at different times. "
         "Gather in a hook such as on_train_batch_end, or set pipeline_parallel_size=1 and num_microbatches=1."
     )
+
+
+@contextmanager
+def refusing_all_gather(module: nn.Module) -> Iterator[None]:
+    """Context in which the module's `all_gather` is refused: other ranks are not in the same step at the same time."""
+    vars(module)["all_gather"] = refuse_all_gather
+    try:
+        yield
+    finally:
+        del vars(module)["all_gather"]
 
 
 def check_loss(output: Any) -> Tensor:

@@ -17,6 +17,7 @@ from lightning_hybrid.compat import cached_value, set_cached_value, set_step_val
 from lightning_hybrid.functional.trees import map_leaves
 from lightning_hybrid.parallel.gates import GateKeeper
 from lightning_hybrid.parallel.mesh import Mesh
+from lightning_hybrid.parallel.tensor.parallel import whole_tree
 from lightning_hybrid.strategies.records import Key
 
 
@@ -80,6 +81,7 @@ class MetricObjects:
                 run.observe((args, kwargs), f"the metric {name}")
             elif run is None or run.entered:
                 self._used.add(name)
+                args, kwargs = whole_tree((args, kwargs))
                 self._twins[name].update(*args, **kwargs)
 
         return hook

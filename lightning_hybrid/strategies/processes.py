@@ -20,6 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hybrid.parallel.hub import Hub
+from lightning_hybrid.parallel.tensor.parallel import whole_tree
 from lightning_hybrid.parallel.watch import Watch, end_process
 from lightning_hybrid.strategies.checks import check_before_launch
 from lightning_hybrid.strategies.failures import Saving, judge
@@ -147,12 +148,13 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the ranks that see different data, or over `group`."""
-        return reduce_over_data(tensor, group or self.data_group, reduce_op)
+        return reduce_over_data(whole_tree(tensor), group or self.data_group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather from the ranks that see different data, or from `group`; Lightning's default is the world."""
         group = self.data_group if group in (None, dist.group.WORLD) else group
+        tensor = whole_tree(tensor)
         if sync_grads or not dist.is_initialized():
             return super().all_gather(tensor, group=group, sync_grads=sync_grads)
         parts = [

@@ -151,10 +151,11 @@ class Exchange:
 
     Args:
         device: Where collectives run.
+        counts: This rank's records count; False where another rank of the tensor axis has made the same ones.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, counts: bool = True) -> None:
+        self._device, self._counts = device, counts
         self._keys: list[Key] = []
 
     def combine(
@@ -162,10 +163,10 @@ class Exchange:
     ) -> tuple[dict[Key, tuple[Tensor, float]], list[float]]:
         """Values of all keys that any rank recorded, each with its total weight, and the sums of `sums` over the ranks.
 
-        Every rank of the world must call it, with as many `sums`. A key that one of the ranks `prefer` has recorded is
-        taken from those only.
+        Every rank of the world must call it, with as many `sums`, which all count. A key that one of the ranks `prefer`
+        has recorded is taken from those only.
         """
-        local = {key: entry.combine(key.reduction) for key, entry in entries.items()}
+        local = {key: entry.combine(key.reduction) for key, entry in entries.items() if self._counts}
         while True:
             rows = self._gather(local, sums)
             if not any(row[0] for row in rows.tolist()):

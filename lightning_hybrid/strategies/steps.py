@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,16 +14,19 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_hybrid.functional.schedules import usable_microbatches
-from lightning_hybrid.parallel.engine import Engine, Step, divide_gradients
+from lightning_hybrid.parallel.engine import Engine
+from lightning_hybrid.parallel.executor import Step
+from lightning_hybrid.parallel.gradients import divide_gradients
 from lightning_hybrid.parallel.microbatch import batch_size, check_visible, split_batch, structure_key
+from lightning_hybrid.parallel.tensor.parallel import whole_tree
 from lightning_hybrid.strategies.loaders import check_same_batch
-from lightning_hybrid.strategies.losses import LOSS, Counts, Shares, Window, check_loss, loss_of, refuse_all_gather
+from lightning_hybrid.strategies.losses import LOSS, Counts, Shares, Window, check_loss, loss_of, refusing_all_gather
 from lightning_hybrid.strategies.metric_objects import MetricObjects
 from lightning_hybrid.strategies.predictions import gather_predictions, share_of
 from lightning_hybrid.strategies.records import Exchange, Key, Recorder, outputs, replay
 from lightning_hybrid.strategies.signals import signals_of
 
-CHECKED_BATCHES = 3  # batches of each kind of step whose equality over a replica's stages is checked
+CHECKED_BATCHES = 3  # batches of each kind of step whose equality over a replica's ranks is checked
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -97,7 +100,9 @@ class StepRunner:
             reduce=last,
         )
         trainer, signals = self.module.trainer, signals_of(self.module.trainer)
-        sums = [counts.weighted, counts.plain, *signals.wishes(trainer)]  # the step may ask to stop, on any stage
+        own = self.engine.mesh.tensor_rank == 0  # others run the same micro-batches
+        # the step may ask to stop, on any stage
+        sums = [counts.weighted * own, counts.plain * own, *signals.wishes(trainer)]
         combined, totals = self._exchange("training_step").combine(recorder.entries, sums)
         weight = next(
             (weight for key, (_, weight) in combined.items() if key.kind == "output" and key.name == LOSS), 0.0
@@ -190,8 +195,9 @@ class StepRunner:
         return predictions
 
     def _split(self, batch: Any, hook: str) -> tuple[list[Any], list[int]]:
-        pipeline = self.engine.mesh.layout.pipeline
-        if pipeline > 1 and self._checked.get(hook, 0) < CHECKED_BATCHES:
+        layout = self.engine.mesh.layout
+        pipeline = layout.pipeline
+        if layout.replica > 1 and self._checked.get(hook, 0) < CHECKED_BATCHES:
             self._checked[hook] = self._checked.get(hook, 0) + 1
             check_same_batch(batch, self.engine.mesh)
         samples = batch_size(batch)
@@ -201,7 +207,7 @@ class StepRunner:
             wanted = 1 if pipeline == 1 else 4 * pipeline
         usable = usable_microbatches(self.schedule, pipeline, self.num_chunks, wanted, max(samples, 1))
         custom = getattr(self.module, "split_batch", None)
-        if custom is None and (usable > 1 or wanted != 1 or self.engine.mesh.layout.data > 1):
+        if custom is None and (usable > 1 or wanted != 1 or layout.data > 1):
             check_visible(batch)
         parts = list(custom(batch, usable)) if callable(custom) else split_batch(batch, usable)
         self._whole = {} if pipeline == 1 and len(parts) == 1 else None
@@ -220,8 +226,10 @@ class StepRunner:
         function = getattr(self.module, hook)
 
         def call(micro_batch: int) -> Any:
-            with recorder.recording(sizes[micro_batch]), self._gathering(len(parts)), context():
-                output = function(parts[micro_batch], *args[1:])
+            together = self.engine.cut is None and len(parts) == 1  # all ranks are in the same step at the same time
+            gathering = nullcontext() if together else refusing_all_gather(self.module)
+            with recorder.recording(sizes[micro_batch]), gathering, context():
+                output = whole_tree(function(parts[micro_batch], *args[1:]))
             if hook == "training_step" and self.module.automatic_optimization:
                 check_loss(output)  # in the probe already, where all ranks hear of it
             return output
@@ -229,24 +237,13 @@ class StepRunner:
         mode = (hook, self.module.training, torch.is_grad_enabled())
         return Step((hook, *name), [(mode, structure_key(part)) for part in parts], call)
 
-    @contextmanager
-    def _gathering(self, num_parts: int) -> Iterator[None]:
-        """Refuse `self.all_gather` where other ranks are not in the same step at the same time."""
-        if self.engine.cut is None and num_parts == 1:
-            yield
-            return
-        vars(self.module)["all_gather"] = refuse_all_gather
-        try:
-            yield
-        finally:
-            del vars(self.module)["all_gather"]
-
     def _recorder(self) -> Recorder:
         cut = self.engine.cut
         return Recorder(self.module, cut.keeper if cut else None, self.engine.mesh.device)
 
     def _exchange(self, hook: str) -> Exchange:
-        return self._exchanges.setdefault(hook, Exchange(self.engine.mesh.device))
+        mesh = self.engine.mesh
+        return self._exchanges.setdefault(hook, Exchange(mesh.device, counts=mesh.tensor_rank == 0))
 
     def _heed_signals(self, hook: str, recorder: Recorder | None = None) -> dict[Key, tuple[Tensor, float]]:
         """What all ranks have recorded; the exchange also tells whether any of them wants to stop or leave."""
@@ -289,7 +286,8 @@ class StepRunner:
                 self._whole[name] = value
             elif value is not None and name not in self._dropped:
                 self._dropped.add(str(name))
-                if self.engine.mesh.data_rank == 0:  # only the last stage knows, which is never global rank 0
+                mesh = self.engine.mesh
+                if mesh.data_rank == mesh.tensor_rank == 0:  # only the last stage knows, which is never global rank 0
                     warnings.warn(
                         f"The step returns {name or 'a value'} of type {type(value).__name__}, which is not a "
                         "floating-point scalar: it is not passed on to hooks, because each rank has only a part of it.",

@@ -1,4 +1,4 @@
-"""What is decided about a whole model before it is cut: layout, blocks, partition, seed."""
+"""What is decided about a whole model before it is cut: layout, blocks, partition, tensor plan, seed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_hybrid.functional.partition import runs
 from lightning_hybrid.parallel.blocks import block_names, find_block_lists
 from lightning_hybrid.parallel.gates import GATE
 from lightning_hybrid.parallel.mesh import Layout, Mesh
 from lightning_hybrid.parallel.streams import derived_seed
+from lightning_hybrid.parallel.tensor.assignment import Assignment
+from lightning_hybrid.parallel.tensor.plan import make_plan, plan_table
 from lightning_hybrid.strategies.compiled import check_compiled
 from lightning_hybrid.strategies.layouts import choose_layout, choose_stages, stage_table
 
@@ -32,12 +35,16 @@ class Ground:
         mesh: Groups of this rank.
         blocks: Names of the blocks to cut between.
         sizes: Blocks of each stage; empty on a pipeline of one rank.
+        runs: Consecutive blocks of one list on one stage, of all stages.
+        assignments: The tensor plan; empty on a tensor axis of one rank.
         seed: Base of all seeds, the same on every rank.
     """
 
     mesh: Mesh
     blocks: list[str]
     sizes: list[int]
+    runs: list[list[str]]
+    assignments: list[Assignment]
     seed: int
 
 
@@ -62,21 +69,23 @@ def survey(
         ValueError: If the model does not fit the keywords.
     """
     _check_untouched(module)
-    blocks = block_names(module, find_block_lists(module, options["pipeline_layers"]))
+    lists = [block_names(module, [name]) for name in find_block_lists(module, options["pipeline_layers"])]
+    blocks = [block for of_list in lists for block in of_list]
     layout = choose_layout(options, blocks, dist.get_world_size())
-    if layout.pipeline * layout.data > 1:
-        check_compiled(module, blocks, pipeline=layout.pipeline)
+    if layout.world_size > 1:
+        check_compiled(module, blocks, pipeline=layout.pipeline, tensor=layout.tensor)
     _log_layout(layout, options)
-    if options["pipeline_parallel_size"] == "auto" and layout.pipeline == 1 and layout.data > 1 < len(blocks):
+    if options["pipeline_parallel_size"] == "auto" and layout.replica == 1 and layout.data > 1 < len(blocks):
         rank_zero_warn(
             f"pipeline_parallel_size='auto' splits nothing: no divisor of {layout.data} processes is from 2 to "
             f"{len(blocks)}, the number of blocks, so that each process holds the whole model. Start another number of "
             "processes to split it, or set pipeline_parallel_size=1 if this is meant."
         )
     sizes = _spread(module, options, blocks, layout) if layout.pipeline > 1 else []
+    assignments = _plan(module, options, blocks, layout) if layout.tensor > 1 else []
     mesh = Mesh(layout, device=device, timeout=timeout)
     agreed = _agree_on_seed(mesh)
-    return Ground(mesh, blocks, sizes, agreed if seed is None else seed)
+    return Ground(mesh, blocks, sizes, runs(lists, sizes), assignments, agreed if seed is None else seed)
 
 
 def _spread(module: LightningModule, options: dict[str, Any], blocks: list[str], layout: Layout) -> list[int]:
@@ -86,6 +95,16 @@ def _spread(module: LightningModule, options: dict[str, Any], blocks: list[str],
     stages = choose_stages({**options, "block_costs": box[0]}, module, blocks, layout.pipeline * options["num_chunks"])
     rank_zero_info(stage_table(stages, blocks, layout.pipeline, estimated=box[0] is None))
     return stages.sizes
+
+
+def _plan(module: nn.Module, options: dict[str, Any], blocks: list[str], layout: Layout) -> list[Assignment]:
+    """Which matrices are split and how; the same on every rank, and shown once."""
+    sequence_parallel = bool(options["sequence_parallel"])
+    plan = make_plan(
+        module, blocks, layout.tensor, options["tensor_parallel_plan"], sequence_parallel=sequence_parallel
+    )
+    rank_zero_info(plan_table(module, plan, layout.tensor))
+    return plan
 
 
 def _check_untouched(module: nn.Module) -> None:
@@ -103,7 +122,7 @@ def _agree_on_seed(mesh: Mesh) -> int:
     """World rank 0's seed; without `seed_everything` the ranks of a replica also start their own streams alike."""
     seed = torch.tensor(torch.initial_seed() % 2**62, device=mesh.device)
     dist.broadcast(seed, 0)
-    if "PL_GLOBAL_SEED" not in os.environ and mesh.layout.pipeline > 1:
+    if "PL_GLOBAL_SEED" not in os.environ and mesh.layout.replica > 1:
         start = derived_seed(int(seed), "replica", mesh.data_rank)
         torch.manual_seed(start)
         random.seed(start)
@@ -112,7 +131,9 @@ def _agree_on_seed(mesh: Mesh) -> int:
 
 
 def _log_layout(layout: Layout, options: dict[str, Any]) -> None:
+    sequence = options.get("sequence_parallel", False)
+    mode = f" (sequence_parallel {sequence})" if sequence else ""
     rank_zero_info(
-        f"hybrid_ptdp: pipeline {layout.pipeline} x data {layout.data} x tensor {layout.tensor}, "
+        f"hybrid_ptdp: pipeline {layout.pipeline} x data {layout.data} x tensor {layout.tensor}{mode}, "
         f"{options['num_chunks']} chunk(s) a rank, schedule {options['schedule']}, zero_stage {options['zero_stage']}"
     )

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning.pytorch.plugins import Precision
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_hybrid.compat import is_accumulating
+from lightning_hybrid.parallel.engine import Engine
 from lightning_hybrid.parallel.gradients import average_gradients, install_gradients, take_gradients
 from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.microbatch import batch_size
@@ -66,31 +67,45 @@ class Training:
         name = (trainer.current_epoch, trainer.fit_loop.batch_idx)
         return assembly.runner.train_by_hand(args, precision.train_step_context, self._shares, name=name)
 
-    def average(self, module: nn.Module, mesh: Mesh) -> None:
-        """Average the gradients of a manual backward pass over the replicas."""
-        average_gradients(module.parameters(), mesh.data_group)
-        self._has_averaged = True
+    def backward_by_hand(self, engine: Engine, loss: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        """One manual backward pass: sum the parts of gradients over the tensor axis, and average over the replicas.
 
-    def checked(self, closure: Callable[[], Any], mesh: Mesh) -> Callable[[], Any]:
+        Args:
+            engine: The engine.
+            loss: What to differentiate.
+            run: Runs autograd.
+        """
+        earlier = take_gradients(engine.deferred_parameters())  # summed before
+        loss = run(self.weigh(loss, engine.mesh))
+        engine.sum_deferred_gradients()
+        install_gradients(earlier)
+        if engine.mesh.layout.data > 1:
+            average_gradients(engine.local_parameters(), engine.mesh.data_group)
+        self._has_averaged = True
+        return loss
+
+    def checked(self, closure: Callable[[], Any], engine: Engine) -> Callable[[], Any]:
         """A manual step's closure, which may hold its backward passes, with a check between them and the update."""
 
         def and_check() -> Any:
             result = closure()
-            self._check_averaged(mesh)
+            self._check_averaged(engine)
             return result
 
         return and_check
 
-    def _check_averaged(self, mesh: Mesh) -> None:
+    def _check_averaged(self, engine: Engine) -> None:
         """Refuse a manual step whose backward passes went past the strategy.
 
         Raises:
-            RuntimeError: If gradients were never averaged over the replicas.
+            RuntimeError: If gradients were never averaged over the replicas, or summed over the tensor axis.
         """
-        if mesh.layout.data > 1 and not self._has_averaged:
+        replicas = engine.mesh.layout.data
+        if not self._has_averaged and (replicas > 1 or engine.deferred_parameters()):
+            each = f"each of the {replicas} replicas" if replicas > 1 else "each rank of the tensor axis"
             raise RuntimeError(
-                "optimizer.step() was called and self.manual_backward(loss) never was: loss.backward() leaves each "
-                f"of the {mesh.layout.data} replicas with gradients of its own. Call self.manual_backward(loss)."
+                "optimizer.step() was called and self.manual_backward(loss) never was: loss.backward() leaves "
+                f"{each} with gradients of its own. Call self.manual_backward(loss)."
             )
 
     def weigh(self, loss: Tensor, mesh: Mesh) -> Tensor:

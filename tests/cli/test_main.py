@@ -56,6 +56,16 @@ def test_printed_config_of_the_example_gives_itself(capsys, tmp_path):
     assert printed(capsys, "fit", "--config", str(tmp_path / "again.yaml"), "--print_config") == first
 
 
+def test_tensor_plan_and_sequence_mode_come_from_a_config(capsys, tmp_path):
+    text = (ROOT / "examples/gpt.yaml").read_text()
+    written = {"tensor_parallel_size": 2, "tensor_parallel_plan": {"*.up": "colwise"}, "sequence_parallel": "regather"}
+    config = yaml.safe_load(text)
+    config["trainer"]["strategy"]["init_args"] |= written
+    (tmp_path / "split.yaml").write_text(yaml.safe_dump(config))
+    printed_config = printed(capsys, "fit", "--config", str(tmp_path / "split.yaml"), "--print_config")
+    assert yaml.safe_load(printed_config)["trainer"]["strategy"]["init_args"].items() >= written.items()
+
+
 def test_misspelt_strategy_argument_is_refused_by_name(capsys, tmp_path):
     text = (ROOT / "examples/gpt.yaml").read_text().replace("num_chunks", "num_chunk")
     (tmp_path / "wrong.yaml").write_text(text)

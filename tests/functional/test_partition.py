@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hybrid.functional.partition import balanced, check, layers_of_rank, stage_layers, uniform
+from lightning_hybrid.functional.partition import balanced, check, layers_of_rank, runs, stage_layers, uniform
 
 
 def every_partition(num_layers, num_stages):
@@ -104,6 +104,21 @@ def test_rounding_of_costs_does_not_decide():
 
 def test_stage_layers_follow_one_another():
     assert stage_layers([2, 3, 1]) == [range(0, 2), range(2, 5), range(5, 6)]
+
+
+@pytest.mark.parametrize(
+    ("lists", "partition", "expected"),
+    [
+        (["abcd"], [], ["abcd"]),
+        (["abcd"], [1, 2, 1], ["a", "bc", "d"]),
+        (["abc", "xyz"], [], ["abc", "xyz"]),
+        (["abc", "xyz"], [2, 2, 2], ["ab", "c", "x", "yz"]),
+        (["abc", "xyz"], [3, 3], ["abc", "xyz"]),
+        ([], [], []),
+    ],
+)
+def test_runs_end_where_a_list_or_a_stage_ends(lists, partition, expected):
+    assert ["".join(run) for run in runs(lists, partition)] == expected
 
 
 def test_a_partition_by_hand_that_fits_is_accepted():

@@ -180,3 +180,20 @@ def test_the_norm_is_that_of_all_gradients_together_and_equal_on_all_ranks():
     for case, expected in NORMS.items():
         assert first[case] == pytest.approx(expected, rel=1e-6, nan_ok=True), case
         assert second[case] == pytest.approx(first[case], rel=0, nan_ok=True), case
+
+
+def low_precision():
+    """Sums of 256 and two ones, which some order of adding in bfloat16 loses."""
+    found = []
+    for at_least in (None, torch.float32):
+        p, wide = parameter((3,), 1.0, torch.bfloat16), parameter((1,), 0.1)
+        p.grad[dist.get_rank()] = 256.0
+        sum_gradients([p, wide], dist.group.WORLD, at_least=at_least)
+        found.append((p.grad.dtype, p.grad.tolist(), wide.grad.dtype))
+    return found
+
+
+def test_gradients_of_low_precision_are_summed_in_a_higher_one_and_rounded_once_where_that_is_asked_for():
+    for plain, precise in run_ranks(3, low_precision):
+        assert plain[1] != [258] * 3
+        assert precise == (torch.bfloat16, [258] * 3, torch.float64)

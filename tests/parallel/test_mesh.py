@@ -66,7 +66,10 @@ def four_ranks():
         "channel sums": {sum_over(group) for group in square.channels.values()},
         "stages": [square.rank_of_stage(stage) for stage in range(4)],
         "apart": sum_over(apart),
-        "names": [group.group_desc for group in (square.pipeline_group, square.data_group, *square.channels.values())],
+        "names": [
+            group.group_desc
+            for group in (square.pipeline_group, square.data_group, square.tensor_group, *square.channels.values())
+        ],
     }
 
 
@@ -89,9 +92,32 @@ def test_each_group_holds_the_ranks_of_its_axis(results):
     assert [result["apart"] for result in results] == [1, 1010, 100, 1010]
 
 
+def with_a_tensor_axis():
+    meshes = [Mesh(Layout(2, 1, 2), device=CPU), Mesh(Layout(1, 2, 2), device=CPU), Mesh(Layout(1, 1, 4), device=CPU)]
+    groups = [(mesh.pipeline_group, mesh.data_group, mesh.tensor_group) for mesh in meshes]
+    return {
+        "sums": [tuple(sum_over(group) for group in of_mesh) for of_mesh in groups],
+        "ranks": [(mesh.pipeline_ranks, mesh.data_ranks, mesh.tensor_ranks) for mesh in meshes],
+        "place": [mesh.tensor_group.rank() == mesh.tensor_rank for mesh in meshes],
+        "neighbours": meshes[0].rank_of_stage(1),
+    }
+
+
+def test_ranks_of_a_tensor_group_differ_in_the_tensor_coordinate_only():
+    results = run_ranks(4, with_a_tensor_axis)
+    first, *_, last = results
+    assert first["ranks"] == [([0, 2], [0], [0, 1]), ([0], [0, 2], [0, 1]), ([0], [0], [0, 1, 2, 3])]
+    assert last["ranks"] == [([1, 3], [3], [2, 3]), ([3], [1, 3], [2, 3]), ([3], [3], [0, 1, 2, 3])]
+    for result in results:
+        assert result["sums"] == [tuple(sum(10**rank for rank in ranks) for ranks in of) for of in result["ranks"]]
+        assert result["place"] == [True] * 3
+    assert [result["neighbours"] for result in results] == [2, 3, 2, 3]
+    assert Layout(2, 3, 4).replica == 8
+
+
 def test_groups_are_named_by_axis_and_direction_for_those_who_count_traffic(results):
     channels = ["pipeline forward", "pipeline backward"] * 2
-    assert [result["names"] for result in results] == [["pipeline", "data", *channels]] * 4
+    assert [result["names"] for result in results] == [["pipeline", "data", "tensor", *channels]] * 4
 
 
 def test_each_direction_over_each_boundary_has_a_communicator_and_replicas_alone_have_none(results):

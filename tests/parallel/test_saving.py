@@ -60,7 +60,9 @@ def engine_of(root, *, blocks="blocks.{}", sizes=(2, 2), chunks=1, needs=NEEDS):
     names = [blocks.format(i) for i in range(4)]
     cut = StageCut(root, names, sizes, pipeline=2, rank=mesh.rank, device=CPU)
     ownership = None if needs is None else settle(cut, mesh, {stage: needs[stage] for stage in cut.stages})
-    return SimpleNamespace(root=root, cut=cut, mesh=mesh, ownership=ownership)
+    return SimpleNamespace(
+        root=root, cut=cut, mesh=mesh, ownership=ownership, tensor=None, named_parameters=lambda: cut.parameters
+    )
 
 
 def model_state(needs):

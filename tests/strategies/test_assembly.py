@@ -154,6 +154,30 @@ def test_every_rank_starts_from_rank_0s_weights_and_seed_and_keeps_its_part(resu
         assert result["stages"] == 2
 
 
+def laid_out():
+    """What a survey says with a tensor axis, and which runs of blocks it finds."""
+    module, said = plain(), []
+    options = {
+        **OPTIONS,
+        "pipeline_parallel_size": 1 if dist.get_world_size() == 2 else 2,
+        "tensor_parallel_size": 2,
+        "tensor_parallel_plan": {"blocks.*": "replicated"},
+        "sequence_parallel": "regather",
+    }
+    with patch("lightning_hybrid.strategies.survey.rank_zero_info", said.append):
+        ground = survey(module, options, CPU, None)
+    return ground.runs, [assignment.module for assignment in ground.assignments], said
+
+
+@pytest.mark.parametrize(("size", "runs"), [(2, [BLOCKS]), (4, [BLOCKS[:2], BLOCKS[2:]])])
+def test_the_layout_and_the_tensor_plan_are_shown_once(size, runs):
+    for found, modules, said in run_ranks(size, laid_out):
+        assert found == runs
+        assert modules == BLOCKS
+        assert said[0].startswith(f"hybrid_ptdp: pipeline {size // 2} x data 1 x tensor 2 (sequence_parallel regather)")
+        assert sum("blocks.{0..3}" in text for text in said) == 1
+
+
 def test_stages_of_a_replica_draw_alike_and_replicas_do_not(results):
     streams = [result["streams"] for result in results]
     assert streams[0] == streams[2]

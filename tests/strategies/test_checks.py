@@ -1,12 +1,14 @@
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from torch.optim import LBFGS, Adafactor, AdamW
+from torch.optim import LBFGS, Adafactor, AdamW, Muon
 
 from lightning_hybrid.parallel.mesh import Layout
+from lightning_hybrid.parallel.tensor.assignment import STYLES
 from lightning_hybrid.strategies.checks import (
     PRECISIONS,
     SCHEDULES,
@@ -28,6 +30,8 @@ DEFAULTS = {
     "pipeline_layers": None,
     "partition": "balanced",
     "zero_stage": 1,
+    "tensor_parallel_plan": "auto",
+    "sequence_parallel": False,
 }
 
 
@@ -44,13 +48,16 @@ DEFAULTS = {
         *({"zero_stage": stage} for stage in (0, 1)),
         {"block_costs": [1, 0, 2.5], "max_stage_memory": 1},
         {"block_costs": (1.0,), "partition": "uniform"},
+        {"tensor_parallel_size": 3, "sequence_parallel": "regather"},
+        {"tensor_parallel_size": 2, "tensor_parallel_plan": dict(zip("abcdefgh", STYLES, strict=True))},
+        {"tensor_parallel_plan": {"*.up": "colwise"}},  # one configuration for any size
     ],
 )
 def test_keywords_in_range_pass(options):
     check_keywords({**DEFAULTS, **options})
 
 
-@pytest.mark.parametrize("name", ["pipeline_parallel_size", "num_chunks", "num_microbatches"])
+@pytest.mark.parametrize("name", ["pipeline_parallel_size", "tensor_parallel_size", "num_chunks", "num_microbatches"])
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, None, "2", "Auto", [1]])
 def test_sizes_are_whole_numbers_of_at_least_one(name, value):
     with pytest.raises(ValueError, match=rf"{name}=.* must be a whole number of at least 1"):
@@ -120,6 +127,26 @@ def test_usual_modules_and_optimizers_pass():
     check_optimizers([AdamW([{"params": [weight]}])], Usual(), Layout(2, 2), SHARDED)
     check_optimizers([Adafactor([weight])], Usual(), Layout(2, 2), OPTIONS)
     check_optimizers([Adafactor([weight])], Usual(), Layout(2, 1), SHARDED)
+
+
+def test_optimizers_that_look_at_whole_matrices_are_refused_where_they_would_see_slices():
+    weight = torch.nn.Parameter(torch.zeros(2, 2))
+    for optimizer in (Adafactor([weight]), Muon([weight])):
+        with pytest.raises(ValueError, match=rf"torch.optim.{type(optimizer).__name__} .* tensor_parallel_size=2"):
+            check_optimizers([optimizer], Usual(), Layout(1, 1, 2), OPTIONS)
+
+
+def test_an_optimizer_of_others_is_warned_of_once_where_it_sees_slices():
+    class Mine(torch.optim.SGD):
+        pass
+
+    weight = torch.nn.Parameter(torch.zeros(1))
+    with pytest.warns(UserWarning, match="Mine sees slices of the split matrices with tensor_parallel_size=2") as seen:
+        check_optimizers([Mine([weight]), AdamW([weight])], Usual(), Layout(1, 1, 2), OPTIONS)
+    assert len(seen) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_optimizers([Mine([weight])], Usual(), Layout(1, 2), OPTIONS)
 
 
 def test_optimizers_that_repeat_the_step_are_refused_by_name():

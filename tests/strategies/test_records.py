@@ -288,3 +288,18 @@ def alone():
 
 def test_one_process_combines_with_nobody():
     assert run_ranks(1, alone) == [({"a": (3, 2)}, [5])]
+
+
+def counted_once():
+    rank = dist.get_rank()
+    exchange = Exchange(CPU, counts=rank % 2 == 0)  # neighbours have made the same records
+    keys = {how: Key("log", how, reduction=how) for how in ("mean", "sum", "max")}
+    entries = {key: Entry([number(3.0 + rank // 2)], [2.0]) for key in keys.values()}
+    combined, sums = exchange.combine(entries, [float(rank)])
+    return {how: (combined[key][0].item(), combined[key][1]) for how, key in keys.items()}, sums
+
+
+def test_records_that_ranks_of_a_tensor_group_make_alike_count_once_and_wishes_of_each_rank():
+    for combined, sums in run_ranks(4, counted_once):
+        assert combined == {"mean": (3.5, 4), "sum": (7, 2), "max": (4, 2)}
+        assert sums == [6]

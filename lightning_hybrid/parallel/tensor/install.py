@@ -10,6 +10,7 @@ from functools import cache, wraps
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torchmetrics import Metric
 
@@ -115,7 +116,8 @@ def _shown_parameter(name: str) -> property:
         if value is None:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
         parameters, axis = self.__dict__[SHOWN]
-        return wrap(value, parameters[name], axis) if axis.active else value
+        is_sharded = isinstance(value, DTensor)  # `fully_shard` looks at what it has sharded, also in a step
+        return wrap(value, parameters[name], axis) if axis.active and not is_sharded else value
 
     def write(self: nn.Module, value: object) -> None:
         self.__dict__[name] = value

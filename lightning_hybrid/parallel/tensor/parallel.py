@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.functional.splits import Split
+from lightning_hybrid.functional.trees import leaves_of, map_leaves
 from lightning_hybrid.parallel.tensor.assignment import Assignment
 from lightning_hybrid.parallel.tensor.axis import TensorAxis
+from lightning_hybrid.parallel.tensor.split_tensor import SplitTensor, whole
 
 
 class TensorParallel:
@@ -59,13 +61,34 @@ class TensorParallel:
         Args:
             name: The parameter's.
             part: This rank's slice, in any memory; not sharded over the data axis any more.
-            like: This rank's slice of the parameter, as it is without sharding over the data axis.
+            like: This rank's slice of the parameter, which may be sharded over the data axis.
+
+        Returns:
+            The whole where the parameter is, or `part` itself.
         """
         split = self.splits.get(name)
         if split is None or not isinstance(part, Tensor) or part.shape != like.shape:
             return part
-        size = self.axis.size
-        shapes = [split.local_shape(split.whole_shape(part.shape), size, rank) for rank in range(size)]
-        parts = [part.new_empty(shape) for shape in shapes]
-        dist.all_gather(parts, part.contiguous(), group=self.axis.group)
-        return split.join(parts)
+        return self.axis.gather(part.detach().to(like.device), split)
+
+
+def refuse_outside_steps(root: nn.Module, tensor: TensorParallel) -> None:
+    """Let modules with slices raise where they are called outside a step: they would compute with the slices alone."""
+    for name in dict.fromkeys(name.rpartition(".")[0] for name in tensor.splits):
+        root.get_submodule(name).register_forward_pre_hook(partial(_check_active, tensor.axis, name), prepend=True)
+
+
+def _check_active(axis: TensorAxis, name: str, module: nn.Module, args: object) -> None:
+    if not axis.active:
+        raise RuntimeError(
+            f"{name} was called outside a step, and each of {axis.size} ranks holds a slice of it. Call the model only "
+            "inside training_step, validation_step, test_step and predict_step."
+        )
+
+
+def whole_tree(tree: Any) -> Any:
+    """Nested containers with split tensors made whole, for code that knows nothing of them; the axis calls it together.
+
+    Others are returned as they are.
+    """
+    return map_leaves(whole, tree) if any(isinstance(leaf, SplitTensor) for leaf in leaves_of(tree)) else tree
