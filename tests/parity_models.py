@@ -1,4 +1,4 @@
-"""Small models of nine kinds, each a plain LightningModule, and batches for them.
+"""Small models of eleven kinds, each a plain LightningModule.
 
 In a weighted case some samples count more than others: they have more labels, or a weight; the model's step returns the
 total as ``loss_weight``.
@@ -24,10 +24,12 @@ from transformers import (
 )
 
 from examples.gpt import GPT
+from tests.parity_attention import Attentive, Fused
 
-WIDTH, DEPTH, WORDS, CLASSES, LENGTH = 16, 8, 24, 5, 7
+WIDTH, DEPTH, HEADS, WORDS, CLASSES, LENGTH = 16, 8, 4, 24, 5, 7
 FEATURES = 12
 ABSENT = -100
+SIDE = 16  # of an image: 16 patches and the class token make an odd sequence
 
 Batch = dict[str, Tensor]
 
@@ -93,12 +95,12 @@ class Images(Classifier):
         super().__init__(weighted)
         self.model = ViTForImageClassification(
             ViTConfig(
-                image_size=8,
+                image_size=SIDE,
                 patch_size=4,
                 hidden_size=WIDTH,
                 intermediate_size=2 * WIDTH,
                 num_hidden_layers=DEPTH,
-                num_attention_heads=2,
+                num_attention_heads=HEADS,
                 num_labels=CLASSES,
                 hidden_dropout_prob=0.0,
                 attention_probs_dropout_prob=0.0,
@@ -170,7 +172,7 @@ class Tagger(Task):
 
     def __init__(self, weighted: bool) -> None:
         super().__init__(weighted)
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True)
         self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
         self.encoder = nn.TransformerEncoder(layer, DEPTH)
         for weight in (p for p in self.encoder.parameters() if p.ndim > 1):
@@ -181,6 +183,19 @@ class Tagger(Task):
         causal = nn.Transformer.generate_square_subsequent_mask(labels.shape[1], dtype=torch.bool)
         x = self.encoder(self.embed(batch["input_ids"]), causal, batch["attention_mask"] == 0)
         loss = F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=ABSENT)
+        return self.result(loss, (labels != ABSENT).sum())
+
+
+class Speaker(Task):
+    """A hand-written causal model."""
+
+    def __init__(self, model: nn.Module, weighted: bool) -> None:
+        super().__init__(weighted)
+        self.model = model
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        labels = batch["labels"]
+        loss = F.cross_entropy(self.model(batch["input_ids"]).flatten(0, 1), labels.flatten(), ignore_index=ABSENT)
         return self.result(loss, (labels != ABSENT).sum())
 
 
@@ -201,8 +216,8 @@ def llama(weighted: bool) -> LightningModule:
         hidden_size=WIDTH,
         intermediate_size=2 * WIDTH,
         num_hidden_layers=DEPTH,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=2 * HEADS,
+        num_key_value_heads=HEADS,
         max_position_embeddings=16,
     )
     return LanguageModel(in_full_precision(LlamaForCausalLM(config)), weighted)
@@ -210,11 +225,11 @@ def llama(weighted: bool) -> LightningModule:
 
 def gpt2(weighted: bool) -> LightningModule:
     config = GPT2Config(
-        vocab_size=WORDS,
+        vocab_size=WORDS + 1,  # no multiple of a number of ranks
         n_positions=16,
         n_embd=WIDTH,
         n_layer=DEPTH,
-        n_head=2,
+        n_head=HEADS,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
@@ -228,18 +243,26 @@ def t5(weighted: bool) -> LightningModule:
     config = T5Config(
         vocab_size=WORDS,
         d_model=WIDTH,
-        d_kv=8,
+        d_kv=WIDTH // HEADS,
         d_ff=2 * WIDTH,
         num_layers=DEPTH // 2,
-        num_heads=2,
+        num_heads=HEADS,
         dropout_rate=0.0,
         decoder_start_token_id=0,
     )
     return Translator(in_full_precision(T5ForConditionalGeneration(config)), weighted)
 
 
+def attention(weighted: bool) -> LightningModule:
+    return Speaker(Attentive(WORDS, WIDTH, DEPTH, HEADS, LENGTH), weighted)
+
+
+def fused(weighted: bool) -> LightningModule:
+    return Speaker(Fused(WORDS + 1, WIDTH, DEPTH, HEADS, LENGTH), weighted)
+
+
 def example(weighted: bool) -> LightningModule:
-    return (WeightedGPT if weighted else GPT)(width=WIDTH, depth=DEPTH, heads=2, context=LENGTH, learning_rate=1e-2)
+    return (WeightedGPT if weighted else GPT)(width=WIDTH, depth=DEPTH, heads=HEADS, context=LENGTH, learning_rate=1e-2)
 
 
 def in_full_precision(model: nn.Module) -> nn.Module:
@@ -262,36 +285,11 @@ MODELS: dict[str, Callable[[bool], LightningModule]] = {
     "llama": llama,
     "vit": Images,
     "t5": t5,
+    "attention": attention,
+    "fused": fused,
 }
 
 
 def make(model: str, weighted: bool) -> LightningModule:
     torch.manual_seed(1)
     return MODELS[model](weighted)
-
-
-def make_batch(model: str, weighted: bool, size: int, seed: int) -> Any:
-    """A batch of that many samples, the same for the same arguments."""
-    random = torch.Generator().manual_seed(seed)
-    if model in ("mlp", "skips", "in-place", "vit"):
-        shape = (3, 8, 8) if model == "vit" else (FEATURES,)
-        weight = torch.randint(1, 9, (size,), generator=random) if weighted else torch.ones(size, dtype=torch.int64)
-        y = torch.randint(CLASSES, (size,), generator=random)
-        return {"x": torch.randn(size, *shape, generator=random), "y": y, "weight": weight}
-    lengths = torch.randint(2, LENGTH + 1, (size,), generator=random) if weighted else torch.full((size,), LENGTH)
-    here = torch.arange(LENGTH) < lengths[:, None]
-    if model == "example":
-        text = torch.randint(1, 256, (size, LENGTH + 1), generator=random)
-        return torch.cat([text[:, :1], text[:, 1:] * here], dim=1)
-    words = torch.randint(1, WORDS, (2, size, LENGTH), generator=random)
-    labels = torch.where(here, words[1], ABSENT)
-    if model == "t5":
-        labels = labels[:, :-2].clone()
-    return {"input_ids": words[0], "attention_mask": here.long(), "labels": labels}
-
-
-def weight_of(batch: Any) -> int:
-    """What the step of a weighted model returns for the batch."""
-    if isinstance(batch, Tensor):
-        return int((batch[:, 1:] != 0).sum())
-    return int(batch["weight"].sum() if "weight" in batch else (batch["labels"] != ABSENT).sum())

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_hybrid import HybridPTDPStrategy
-from tests.parity_models import make, make_batch, weight_of
+from tests.parity_batches import make_batch, weight_of
+from tests.parity_models import make
 
 
 class Layout(NamedTuple):
@@ -22,10 +23,15 @@ class Layout(NamedTuple):
     pipeline: int
     data: int
     chunks: int
+    tensor: int = 1
 
     @property
     def world_size(self) -> int:
-        return self.pipeline * self.data
+        return self.pipeline * self.data * self.tensor
+
+    def __str__(self) -> str:
+        sizes = f"{self.pipeline}x{self.data}x{self.chunks}"
+        return sizes if self.tensor == 1 else f"{sizes}-tensor{self.tensor}"
 
 
 @dataclass(frozen=True)
@@ -64,9 +70,14 @@ class Row(NamedTuple):
     schedule: str
     zero_stage: int
     case: str
+    sequence: bool | Literal["regather"] = False
 
     def __str__(self) -> str:
-        return f"{self.model}-{'x'.join(map(str, self.layout))}-{self.schedule}-zero{self.zero_stage}-{self.case}"
+        name = f"{self.model}-{self.layout}-{self.schedule}-zero{self.zero_stage}-{self.case}"
+        return f"{name}-{SEQUENCE[self.sequence]}" if self.sequence else name
+
+
+SEQUENCE = {True: "sequence", "regather": "regather"}  # how names of rows show that keyword
 
 
 class Outcome(NamedTuple):
@@ -156,6 +167,8 @@ def _fit_row(row: Row) -> Outcome:
         num_microbatches=case.micro_batches,
         schedule=row.schedule,
         zero_stage=row.zero_stage,
+        tensor_parallel_size=layout.tensor,
+        sequence_parallel=row.sequence,
     )
     return fit(
         make(row.model, case.weighted),
