@@ -101,12 +101,13 @@ def typical(times: Sequence[float]) -> float:
     return median(time for (time,) in _slowest([[time] for time in times]))
 
 
-def report(case: str, value: float, target: float, *, at_least: bool = False, **more: float) -> None:
+def report(case: str, value: float, target: float, *, at_least: bool = False, **more: float | list[str]) -> None:
     """Print one row, on rank 0; a value is a ratio that should be at most its target, or at least."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         holds = value >= target if at_least else value <= target
         row = {"case": case, "value": round(value, 4), "target": target, "holds": holds}
-        print(json.dumps(row | {name: round(number, 5) for name, number in more.items()}), flush=True)
+        rounded = {name: n if isinstance(n, list) else round(n, 5) for name, n in more.items()}
+        print(json.dumps(row | rounded), flush=True)
 
 
 def _slowest(rows: Sequence[Sequence[float]]) -> list[list[float]]:

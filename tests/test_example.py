@@ -1,3 +1,7 @@
+import csv
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from lightning.pytorch import Trainer
@@ -5,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from examples.gpt import GPT, StandardLibrary, Windows, library_files, read, split
 from examples.ledgers import main as ledgers
+from lightning_hybrid.cli.main import main
 from lightning_hybrid.functional.traffic import pipeline_bytes
 from tests.launch import run_trainers
 
@@ -104,3 +109,30 @@ def test_ledgers_count_what_the_example_sends_and_keeps():
     assert payload == pipeline_bytes(4 * 32 * 32 * 4, num_microbatches=4, num_stages=2)
     for totals in ranks:
         assert totals["trainable"] == totals["gradients"] < totals["states"] / 2 < totals["activations"]
+
+
+def llama_3d(folder, *options):
+    """Runs the configuration for three steps of a smaller model."""
+    sys.argv[1:] = []  # Lightning warns of arguments given twice
+    small = {"width": 32, "depth": 4, "context": 16}
+    sizes = [f"--model.init_args.{name}={number}" for name, number in small.items()]
+    data = ["--data.init_args.context=16", "--data.init_args.validation_pieces=16"]
+    steps = {"max_steps": 3, "val_check_interval": 3, "log_every_n_steps": 1, "enable_progress_bar": "false"}
+    trainer = [f"--trainer.{name}={value}" for name, value in steps.items()]
+    logger = ["--trainer.logger=lightning.pytorch.loggers.CSVLogger", f"--trainer.logger.save_dir={folder}"]
+    config = Path(__file__).parents[1] / "examples/llama_3d.yaml"
+    main(["fit", "--config", str(config), *sizes, *data, *trainer, *logger, *options])
+
+
+def test_llama_over_pipeline_and_tensor_trains_as_one_process(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["lightning-hybrid"])
+    run_trainers(4, llama_3d, tmp_path / "four", timeout=240)
+    llama_3d(tmp_path / "one", "--trainer.devices=1", "--trainer.strategy=auto")
+    logged = []
+    for name in ("four", "one"):
+        with open(tmp_path / name / "lightning_logs/version_0/metrics.csv") as file:
+            logged.append([{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)])
+    four, one = logged
+    assert len(four) == 4  # three steps and a validation
+    assert [row == pytest.approx(other, rel=1e-4) for row, other in zip(four, one, strict=True)] == [True] * 4
+    assert four[-1]["val/bits_per_byte"] < four[0]["train/bits_per_byte"] < 8.5
