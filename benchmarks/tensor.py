@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -81,7 +83,8 @@ def saved(case: str, t: int, mode: Mode = False) -> None:
     ledger = MemoryLedger()
     options: dict[str, Any] = {"tensor_parallel_size": t, "sequence_parallel": mode} if t > 1 else {}
     strategy = HybridPTDPStrategy(1, num_microbatches=1, zero_stage=0, **options)
-    fit(gpt(depth=4), texts(1), devices=t, strategy=strategy, callbacks=[ledger])
+    with redirect_stdout(io.StringIO()):  # the ledger's table
+        fit(gpt(depth=4), texts(1), devices=t, strategy=strategy, callbacks=[ledger])
     activations = ledger.last.activations.items()
     measured = sum(number for name, number in activations if f"{name}.".startswith("blocks.2."))
     share = measured / block_bytes(1, mode=False)

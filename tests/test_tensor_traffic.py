@@ -1,4 +1,4 @@
-"""What a step communicates over the tensor axis, against the formulas: by block, by head, and by window."""
+"""What a step communicates over the tensor axis, and what a block keeps, against the formulas."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from examples.gpt import GPT
-from lightning_hybrid.callbacks import CommunicationLedger
+from lightning_hybrid.callbacks import CommunicationLedger, MemoryLedger
 from lightning_hybrid.functional.traffic import ring_bytes
 from lightning_hybrid.parallel.traffic import Traffic
 from tests.launch import run_trainers
@@ -92,6 +92,16 @@ def counted(module, accumulate=1, **options):
     }
 
 
+def kept(mode, size=SIZE):
+    """Bytes that the second block saves for the backward pass of a batch."""
+    ledger = MemoryLedger()
+    options = {"tensor_parallel_size": size, "tensor_parallel_plan": BLOCKS, "sequence_parallel": mode}
+    strategy = hybrid(1, 1, 1, zero_stage=0, **options)
+    batch = torch.randint(256, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    trainer_of(strategy, callbacks=[ledger]).fit(Plain(), DataLoader([batch], batch_size=None))
+    return sum(number for name, number in ledger.last.activations.items() if f"{name}.".startswith("blocks.1."))
+
+
 def counts():
     """What each setting communicates."""
     found = {
@@ -104,6 +114,7 @@ def counts():
         found[mode, "window"] = counted(Plain(), 3, tensor_parallel_plan=BLOCKS, sequence_parallel=mode)
     for words in (64, 512):
         found[words] = counted(Head(words), tensor_parallel_plan={"head": "vocab"})
+    found["kept"] = {mode: kept(mode) for mode in (False, True, "regather")}
     return found
 
 
@@ -174,3 +185,14 @@ def test_the_loss_communicates_three_numbers_a_token_whatever_the_vocabulary(tra
     assert traffic[512]["backward", "all_reduce"] == Traffic(
         MICRO_BATCHES, MICRO_BATCHES * HIDDEN, MICRO_BATCHES * WHOLE_ALL_REDUCE
     )
+
+
+@pytest.mark.parametrize(("mode", "between", "inputs"), [(False, 2, 2), (True, 1, 2), ("regather", 1, 1)])
+def test_a_block_keeps_its_share_of_what_one_process_keeps(traffic, mode, between, inputs):
+    """Norms' inputs, the first matrices' inputs, and 12 hidden states' worth that is always split.
+
+    Besides two numbers a token for each norm and one for each head. Source: Korthikanti et al. 2022, arXiv:2205.05198.
+    """
+    tokens = SAMPLES * LENGTH
+    statistics = 4 * tokens / (SIZE if mode else 1) + tokens * HEADS / SIZE
+    assert traffic["kept"][mode] == 4 * (tokens * WIDTH * (between + inputs + 12 / SIZE) + statistics)
