@@ -18,10 +18,12 @@ SIZES = {  # pipeline, tensor and ranks of each layout
 }
 
 
-class Scheduled(Spoken):
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), 1e-2, eps=1e-3)
-        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+class Precise(Spoken):
+    """In float64 before a checkpoint is loaded into it."""
+
+    def __init__(self):
+        super().__init__()
+        self.double()
 
 
 def strategy_of(layout, **options):
@@ -36,14 +38,14 @@ def saved(layout, folder, **options):
         strategy_of(layout, **options), max_epochs=EPOCHS, callbacks=[checkpoint], enable_checkpointing=True,
         precision="64-true", gradient_clip_val=0.5,
     )  # fmt: skip
-    trainer.fit(Scheduled(), texts(10))
+    trainer.fit(Precise(), texts(10))
     return weights(trainer)
 
 
 def resumed(layout, file, **options):
     """Goes on with the second epoch."""
     trainer = trainer_of(strategy_of(layout, **options), max_epochs=EPOCHS, precision="64-true", gradient_clip_val=0.5)
-    trainer.fit(Scheduled(), texts(10), ckpt_path=file)
+    trainer.fit(Precise(), texts(10), ckpt_path=file)
     assert trainer.global_step == 6
     return weights(trainer)
 
@@ -80,7 +82,7 @@ def test_file_is_what_one_process_writes(written, reference):
 
 def test_stock_lightning_loads_it_and_goes_on(written, reference):
     file = written[0] / "epoch=0.ckpt"
-    module = Scheduled.load_from_checkpoint(file, strict=True)
+    module = Precise.load_from_checkpoint(file, strict=True)
     assert module.model.lm_head.weight is module.model.transformer["wte"].weight
     assert_close(dict(resumed("one", file)), reference[1], **same)
 
