@@ -33,7 +33,8 @@ class Spoken(LightningModule):
         self.model = Fused(WORDS, WIDTH, DEPTH, HEADS, LENGTH)
         for block in self.model.transformer["h"]:
             block.__class__ = self.block
-        self.accuracy = MulticlassAccuracy(WORDS, average="micro")
+        names = "train_accuracy", "val_accuracy", "test_accuracy"
+        self.metrics = nn.ModuleDict({name: MulticlassAccuracy(WORDS, average="micro") for name in names})
 
     def forward(self, text):
         return self.model(text)
@@ -41,8 +42,9 @@ class Spoken(LightningModule):
     def loss(self, text, name):
         logits, labels = self(text[:, :-1]), text[:, 1:]
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        self.accuracy(logits.argmax(-1), labels)
-        self.log_dict({f"{name}_loss": loss, f"{name}_accuracy": self.accuracy}, on_step=False, on_epoch=True)
+        accuracy = self.metrics[f"{name}_accuracy"]
+        accuracy(logits.argmax(-1), labels)
+        self.log_dict({f"{name}_loss": loss, f"{name}_accuracy": accuracy}, on_step=False, on_epoch=True)
         return loss
 
     def training_step(self, batch, batch_idx):

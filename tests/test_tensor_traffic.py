@@ -15,6 +15,7 @@ from lightning_hybrid.parallel.traffic import Traffic
 from tests.launch import run_trainers
 from tests.small import hybrid, trainer_of
 
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a .validation_step.")
 SIZE, DEPTH, WIDTH, HEADS, LENGTH, SAMPLES, MICRO_BATCHES = 2, 2, 16, 4, 6, 8, 4
 HIDDEN = SAMPLES // MICRO_BATCHES * LENGTH * WIDTH * 4  # bytes of one micro-batch's hidden states
 BLOCKS = {"*.qkv": "fused_qkv", "*.out": "rowwise", "*.grow": "colwise", "*.shrink": "rowwise"}
