@@ -10,6 +10,7 @@ from tests.launch import run_trainers
 from tests.small import fit, weights
 from tests.spoken import DEPTH, LENGTH, WIDTH, Spoken, split, texts
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*the whole is gathered at each call")  # argmax of split logits
 MASKS = []
 MODES = [False, True]
 
