@@ -10,7 +10,10 @@ from tests.launch import run_trainers
 from tests.small import fit, trainer_of, weights
 from tests.spoken import GPT2, Checkpointed, CheckpointedLlama, Llama, Spoken, split, texts
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*the whole is gathered at each call")  # argmax of split logits
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*the whole is gathered at each call"),  # argmax of split logits
+    pytest.mark.filterwarnings("ignore:You defined a .validation_step."),
+]
 MODES = [False, True, "regather"]
 PRECISE = {"precision": "64-true"}
 

@@ -10,7 +10,10 @@ from tests.launch import run_trainers
 from tests.small import fit, weights
 from tests.spoken import DEPTH, LENGTH, WIDTH, Spoken, split, texts
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*the whole is gathered at each call")  # argmax of split logits
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*the whole is gathered at each call"),  # argmax of split logits
+    pytest.mark.filterwarnings("ignore:You defined a .validation_step."),
+]
 MASKS = []
 MODES = [False, True]
 

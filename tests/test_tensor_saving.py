@@ -9,7 +9,10 @@ from tests.launch import run_trainers
 from tests.small import trainer_of, weights
 from tests.spoken import Spoken, split, texts
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*the whole is gathered at each call")  # argmax of split logits
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*the whole is gathered at each call"),  # argmax of split logits
+    pytest.mark.filterwarnings("ignore:You defined a .validation_step."),
+]
 EPOCHS = 2
 SIZES = {  # pipeline, tensor and ranks of each layout
     "one": (0, 0, 1),
