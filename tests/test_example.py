@@ -126,6 +126,7 @@ def llama_3d(folder, *options):
 
 def test_llama_over_pipeline_and_tensor_trains_as_one_process(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["lightning-hybrid"])
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of what LightningCLI calls
     run_trainers(4, llama_3d, tmp_path / "four", timeout=240)
     llama_3d(tmp_path / "one", "--trainer.devices=1", "--trainer.strategy=auto")
     logged = []

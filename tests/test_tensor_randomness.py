@@ -22,12 +22,21 @@ class Dropping(Spoken):
     """Dropout between the tensor regions and within the perceptron; blocks note the masks of both, whole."""
 
     class block(Spoken.block):
+        noted = True
+
         def forward(self, x):
             x = F.dropout(x + self.attn(self.ln_1(x)), 0.1, self.training)
             hidden = F.gelu(self.mlp["c_fc"](self.ln_2(x)))
-            if self.training:
+            if self.training and self.noted:
                 note(x, hidden)
             return x + self.mlp["c_proj"](F.dropout(hidden, 0.1, self.training))
+
+
+class Unnoted(Dropping):
+    """A pipeline refuses what is recorded on the side."""
+
+    class block(Dropping.block):
+        noted = False
 
 
 def note(between, within):
@@ -40,7 +49,7 @@ def masked(mode, pipeline=1):
     seed_everything(1)
     MASKS.clear()
     strategy = split(pipeline, microbatches=2, sequence_parallel=mode)
-    trainer = fit(Dropping(), texts(8), strategy, precision="64-true")
+    trainer = fit(Dropping() if pipeline == 1 else Unnoted(), texts(8), strategy, precision="64-true")
     return list(MASKS), weights(trainer)
 
 

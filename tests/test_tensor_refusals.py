@@ -49,6 +49,7 @@ def all_refused():
     return [refused(*case) for case in cases + [(model, options) for model, (options, _) in MODELS.items()]]
 
 
+@pytest.mark.filterwarnings("ignore:You defined a .validation_step.")
 def test_wrong_plans_are_errors_of_one_line_before_training():
     patterns = [pattern for _, pattern in [*PLANS.values(), *MODELS.values()]]
     for outcomes in run_trainers(2, all_refused):

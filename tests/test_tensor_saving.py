@@ -11,6 +11,7 @@ from tests.spoken import Spoken, split, texts
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*the whole is gathered at each call"),  # argmax of split logits
+    pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks"),
     pytest.mark.filterwarnings("ignore:You defined a .validation_step."),
 ]
 EPOCHS = 2
