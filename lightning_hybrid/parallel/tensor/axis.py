@@ -35,6 +35,7 @@ class TensorAxis:
         active: A step is under way: modules show split parameters as `SplitTensor`s, and outside it as they are.
         regather: Inputs that were gathered from sequence shards are gathered again in backward instead of being kept.
         sequence: In a block with sequence parallelism: the split of its hidden states and their whole shape.
+        recomputed: The same, of what a checkpoint within a block's forward recomputes last.
         entered: The inputs that entered last, with what became of them, so that several layers share one entry.
     """
 
@@ -42,6 +43,7 @@ class TensorAxis:
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.active = self.regather = False
         self.sequence: tuple[Split, tuple[int, ...]] | None = None
+        self.recomputed: tuple[Split, tuple[int, ...]] | None = None
         self.entered: list[tuple[Tensor, int, bool, Tensor, Any]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorAxis:
@@ -153,13 +155,17 @@ class Again:
     """
 
     def __init__(self, part: Tensor, split: Split, axis: TensorAxis) -> None:
-        self._part, self._split, self._axis = part.detach(), split, axis
+        self.part, self._split, self._axis = part.detach(), split, axis
         self._whole: Tensor | None = None
 
-    def whole(self) -> Tensor:
-        """Gather, unless that was done in this backward pass."""
+    def whole(self, part: Tensor) -> Tensor:
+        """Gather, unless that was done in this backward pass.
+
+        Args:
+            part: What autograd has kept of `self.part`.
+        """
         if self._whole is None:
-            self._whole = self._axis.gather(self._part, self._split)
+            self._whole = self._axis.gather(part, self._split)
         return self._whole
 
     def forget(self) -> None:

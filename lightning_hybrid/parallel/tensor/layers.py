@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from lightning_hybrid.compat import version
+from lightning_hybrid.compat import in_backward, version
 from lightning_hybrid.functional import splits
 from lightning_hybrid.functional.splits import Split
 from lightning_hybrid.parallel.tensor.axis import (
@@ -23,7 +23,15 @@ from lightning_hybrid.parallel.tensor.axis import (
     take,
 )
 from lightning_hybrid.parallel.tensor.elementwise import argument, each_element
-from lightning_hybrid.parallel.tensor.split_tensor import SplitTensor, part_of, refuse_deferred, rules, split_of, wrap
+from lightning_hybrid.parallel.tensor.split_tensor import (
+    SplitTensor,
+    part_of,
+    refuse_deferred,
+    rules,
+    shape_of,
+    split_of,
+    wrap,
+)
 
 KEPT = 2  # inputs whose entry is remembered: of a cross-attention, the decoder's and the encoder's
 
@@ -72,8 +80,9 @@ def _with_whole_weight(tensor: Tensor, weight: Tensor, bias: Tensor | None) -> A
 
 def reduced(partial: Tensor, axis: TensorAxis) -> Tensor:
     """The sum of the ranks' results: a sequence shard in a block with sequence parallelism, else whole."""
-    if axis.sequence is not None:
-        split, hidden = axis.sequence
+    sequence = axis.recomputed if axis.sequence is None and in_backward() else axis.sequence
+    if sequence is not None:
+        split, hidden = sequence
         leading = splits.view(split, hidden[:-1], tuple(partial.shape[:-1]), axis.size)
         if leading is not None:
             return wrap(reduce_to_part(partial, leading, axis), leading, axis)
@@ -107,6 +116,8 @@ def entered_once(tensor: Tensor, axis: TensorAxis) -> tuple[Tensor, Again | None
         entered = enter(part_of(tensor), axis)
     else:
         part = part_of(tensor)
+        if in_backward():  # a checkpoint within the block's forward recomputes it without the block
+            axis.recomputed = split, shape_of(tensor)
         if axis.regather and torch.is_grad_enabled():
             again = Again(part, split, axis)
         entered = gather_and_enter(part, split, axis, again)
@@ -130,15 +141,15 @@ class _RegatheredLinear(Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, again: Again) -> Tensor:
-        ctx.save_for_backward(weight)
+        ctx.save_for_backward(weight, again.part)  # what is kept stands among saved tensors, for hooks of others
         ctx.again, ctx.has_bias, ctx.dtype = again, bias is not None, tensor.dtype
         return F.linear(tensor, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        (weight,) = ctx.saved_tensors
+        weight, part = ctx.saved_tensors
         rows = gradient.flatten(0, -2)
-        of_weight = rows.t() @ ctx.again.whole().to(ctx.dtype).flatten(0, -2) if ctx.needs_input_grad[1] else None
+        of_weight = rows.t() @ ctx.again.whole(part).to(ctx.dtype).flatten(0, -2) if ctx.needs_input_grad[1] else None
         of_input = gradient @ weight if ctx.needs_input_grad[0] else None
         return of_input, of_weight, rows.sum(0) if ctx.has_bias else None, None
 
