@@ -15,7 +15,7 @@ from lightning_hybrid.parallel.tensor.elementwise import argument
 from lightning_hybrid.parallel.tensor.split_tensor import SplitTensor, names, part_of, rules, shape_of, split_of, wrap
 
 REMOVING = names(
-    "sum mean prod amax amin max min argmax argmin any all std var std_mean var_mean norm logsumexp nansum nanmean "
+    "sum mean prod amax amin min argmin any all std var std_mean var_mean norm logsumexp nansum nanmean "
     "median mode count_nonzero nanmedian aminmax"
 )
 KEEPING = names("cumsum cumprod cummax cummin logcumsumexp sort argsort topk flip renorm glu softmin normalize")
@@ -32,6 +32,11 @@ def _dims(value: Any, ndim: int) -> list[int] | None:
 
 @rules(*REMOVING)
 def _reduce_along(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return along(name, func, args, kwargs)
+
+
+def along(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Reduce along dimensions, of which the dealt-out one may only be summed over."""
     tensor, split = args[0], split_of(args[0])
     if split is None or kwargs.get("out") is not None or any(isinstance(a, Tensor) for a in args[1:]):
         return NotImplemented

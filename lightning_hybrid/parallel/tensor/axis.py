@@ -149,20 +149,19 @@ class Again:
     """A gathered tensor that can be gathered again, once for all layers that took it.
 
     Args:
-        part: What was gathered.
         split: How.
         axis: The ranks.
     """
 
-    def __init__(self, part: Tensor, split: Split, axis: TensorAxis) -> None:
-        self.part, self._split, self._axis = part.detach(), split, axis
+    def __init__(self, split: Split, axis: TensorAxis) -> None:
+        self._split, self._axis = split, axis
         self._whole: Tensor | None = None
 
     def whole(self, part: Tensor) -> Tensor:
         """Gather, unless that was done in this backward pass.
 
         Args:
-            part: What autograd has kept of `self.part`.
+            part: What was gathered, as autograd has kept it.
         """
         if self._whole is None:
             self._whole = self._axis.gather(part, self._split)

@@ -58,7 +58,10 @@ def linear(tensor: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         if bias is not None:
             bias = part_of(bias) if isinstance(bias, SplitTensor) else take(bias, split, axis)
         weight = part_of(weight)
-        result = F.linear(entered, weight, bias) if again is None else _regathered(entered, weight, bias, again)
+        if again is None:
+            result = F.linear(entered, weight, bias)
+        else:
+            result = _regathered(entered, weight, bias, part_of(tensor), again)
         return wrap(result, split.moved(result.ndim - 1), axis)
     features = split_of(tensor)
     if features is None:
@@ -112,27 +115,25 @@ def entered_once(tensor: Tensor, axis: TensorAxis) -> tuple[Tensor, Again | None
         if known is tensor and old == version(tensor) and graded == torch.is_grad_enabled():
             return entered, again
     split, again = split_of(tensor), None
+    if in_backward():  # a checkpoint within the block's forward recomputes it without the block
+        axis.recomputed = None if split is None else (split, shape_of(tensor))
     if split is None:
         entered = enter(part_of(tensor), axis)
     else:
-        part = part_of(tensor)
-        if in_backward():  # a checkpoint within the block's forward recomputes it without the block
-            axis.recomputed = split, shape_of(tensor)
-        if axis.regather and torch.is_grad_enabled():
-            again = Again(part, split, axis)
-        entered = gather_and_enter(part, split, axis, again)
+        again = Again(split, axis) if axis.regather and torch.is_grad_enabled() else None
+        entered = gather_and_enter(part_of(tensor), split, axis, again)
     axis.entered.append((tensor, version(tensor), torch.is_grad_enabled(), entered, again))
     del axis.entered[:-KEPT]
     return entered, again
 
 
-def _regathered(entered: Tensor, weight: Tensor, bias: Tensor | None, again: Again) -> Tensor:
+def _regathered(entered: Tensor, weight: Tensor, bias: Tensor | None, part: Tensor, again: Again) -> Tensor:
     device = entered.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         entered, weight = entered.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    result: Tensor = _RegatheredLinear.apply(entered, weight, bias, again)
+    result: Tensor = _RegatheredLinear.apply(entered, weight, bias, part.detach(), again)
     return result
 
 
@@ -140,18 +141,18 @@ class _RegatheredLinear(Function):
     """A linear layer that keeps its input's shard only."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, again: Again) -> Tensor:
-        ctx.save_for_backward(weight, again.part)  # what is kept stands among saved tensors, for hooks of others
+    def forward(ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, part: Tensor, again: Again) -> Tensor:
+        ctx.save_for_backward(weight, part)  # what is kept stands among saved tensors, for hooks of others
         ctx.again, ctx.has_bias, ctx.dtype = again, bias is not None, tensor.dtype
         return F.linear(tensor, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         weight, part = ctx.saved_tensors
         rows = gradient.flatten(0, -2)
         of_weight = rows.t() @ ctx.again.whole(part).to(ctx.dtype).flatten(0, -2) if ctx.needs_input_grad[1] else None
         of_input = gradient @ weight if ctx.needs_input_grad[0] else None
-        return of_input, of_weight, rows.sum(0) if ctx.has_bias else None, None
+        return of_input, of_weight, rows.sum(0) if ctx.has_bias else None, None, None
 
 
 @rules("embedding")

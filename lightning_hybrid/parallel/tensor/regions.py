@@ -45,6 +45,7 @@ class Region:
             return proceed(*args, **kwargs)
         args, kwargs = self._dealt_out(type(block).__name__, args, kwargs)
         result = proceed(*args, **kwargs)
+        self.axis.entered.clear()  # gathered inputs are not kept beyond their block
         return map_leaves(whole, result) if self.is_last else result
 
     def forward(self, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -15,6 +15,7 @@ from torch.autograd import Function
 
 from lightning_hybrid.functional import splits
 from lightning_hybrid.functional.splits import Split
+from lightning_hybrid.parallel.tensor.alongside import along
 from lightning_hybrid.parallel.tensor.axis import TensorAxis, reduce
 from lightning_hybrid.parallel.tensor.elementwise import argument
 from lightning_hybrid.parallel.tensor.split_tensor import SplitTensor, part_of, rules, split_of, wrap
@@ -76,6 +77,30 @@ def _gather(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     if dim % scores.ndim != split.dim:
         return NotImplemented
     return _pick(part_of(scores), index, split, scores.axis)
+
+
+@rules("argmax", "max")
+def _largest(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The largest of the ranks' largest scores, and where it is; the first one of equals."""
+    scores, split = args[0], split_of(args[0])
+    dim, keep = argument(args, kwargs, 1, "dim"), argument(args, kwargs, 2, "keepdim", False)
+    if split is None or not isinstance(dim, int) or kwargs.get("out") is not None:
+        return NotImplemented
+    dim %= scores.ndim
+    if dim != split.dim:
+        return along(name, func, args, kwargs)
+    if len(split.sections) > 1 or split.length < scores.axis.size:
+        return NotImplemented
+    part, axis = part_of(scores), scores.axis
+    values, indices = part.detach().max(dim, keepdim=True)
+    (begin, _), *_ = splits.bounds(split, axis.size, axis.rank)
+    of_ranks = Split(dim, (axis.size,))
+    best = axis.gather(values, of_ranks).argmax(dim, keepdim=True)
+    index = axis.gather(indices + begin, of_ranks).gather(dim, best)
+    if name == "argmax":
+        return index if keep else index.squeeze(dim)
+    picked = _pick(part, index, split, axis)
+    return torch.return_types.max((picked, index) if keep else (picked.squeeze(dim), index.squeeze(dim)))
 
 
 def _pick(scores: Tensor, index: Tensor, split: Split, axis: TensorAxis) -> Tensor:

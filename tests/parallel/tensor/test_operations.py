@@ -146,6 +146,8 @@ OPERATIONS = {  # name: (function, one (shape, split) for each argument)
     "embedding": (lambda w: F.embedding(torch.arange(15).view(3, 5), w, padding_idx=4), [((15, 4), Split(0, (15,)))]),
     "log_softmax": (lambda a: F.log_softmax(a, -1) + a.softmax(1), [((7, 15), VOCAB)]),
     "gather of classes": (lambda a: a.log_softmax(-1).gather(-1, torch.arange(7)[:, None]), [((7, 15), VOCAB)]),
+    "argmax": (lambda a: a * a.argmax(-1, keepdim=True) + a.argmax(0), [((7, 15), VOCAB)]),
+    "largest class": (lambda a: a.max(-1).values + torch.max(a, dim=1, keepdim=True).indices[:, 0], [((7, 15), VOCAB)]),
     "nll": (lambda a: F.nll_loss(F.log_softmax(a, 1), torch.arange(7)), [((7, 15), VOCAB)]),
 }
 TARGET = torch.tensor([0, 14, -100, 3, 7, 8, 2])
@@ -163,7 +165,7 @@ for key, options in {
         [((7, 15), VOCAB)],
     )
 GATHERED = {
-    "argmax": (lambda a: a * a.argmax(1, keepdim=True), [(q, HEADS)]),
+    "argmin": (lambda a: a * a.argmin(1, keepdim=True), [(q, HEADS)]),
     "two splits": (lambda a, b: a + b, [(x, SEQ), (x, LAST)]),
     "a view that mixes": (lambda a: a.transpose(1, 2).reshape(B, -1, 4), [(x, Split(1, (T,)))]),
     "convolution": (lambda a, w: F.conv1d(a, w), [((B, C, T), Split(1, (C,))), ((3, C, 2), None)]),
