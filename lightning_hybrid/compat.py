@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 
 # What torch.compile(module) returns; torch has no public way to recognise one.
 from torch._dynamo import OptimizedModule as OptimizedModule
+
+# Where torch.vmap takes its arguments.
+from torch._functorch import vmap
 
 # The only way to see every operation of a step; torch documents it, but keeps it in a private module.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -120,6 +124,27 @@ def own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
 def without_torch_function() -> Any:
     """Context in which tensors of a subclass are plain ones; torch has it for `__torch_function__` alone."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Context in which an attribute of a class or module is another one."""
+    before = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def before_vmap(change: Callable[[Any], Any]) -> AbstractContextManager[None]:
+    """Context in which `torch.vmap` maps over changed arguments; it has no hook, and drops subclasses of tensors.
+
+    Args:
+        change: Gets and returns the tuple of arguments.
+    """
+    process = vmap._process_batched_inputs
+    return replaced(vmap, "_process_batched_inputs", lambda dims, args, *rest: process(dims, change(args), *rest))
 
 
 def in_backward() -> bool:

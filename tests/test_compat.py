@@ -235,3 +235,19 @@ def test_a_subclass_can_be_a_plain_tensor_for_a_while():
         assert type(loud + 1) is torch.Tensor
     with pytest.raises(AssertionError):
         loud + 1
+
+
+def test_vmap_maps_over_what_its_arguments_are_changed_to():
+    double, ones = torch.vmap(lambda row: row * 2), torch.ones(2, 3)
+    with compat.before_vmap(lambda args: (args[0] + 1,)):
+        assert double(ones).tolist() == [[4.0] * 3] * 2
+    assert double(ones).tolist() == [[2.0] * 3] * 2
+
+
+def test_an_attribute_is_replaced_for_a_while():
+    class Owner:
+        name = 1
+
+    with compat.replaced(Owner, "name", 2):
+        assert Owner.name == 2
+    assert Owner.name == 1

@@ -281,7 +281,7 @@ class Engine:
             yield
 
     def _tensor_step(self) -> AbstractContextManager[None]:
-        return self.tensor.axis.step() if self.tensor is not None else nullcontext()
+        return self.tensor.step() if self.tensor is not None else nullcontext()
 
     def _start_streams(self, step: Step, micro_batch: int) -> None:
         Streams(self.mesh.device).seed(self.seed, *step.name, micro_batch, self.mesh.data_rank)

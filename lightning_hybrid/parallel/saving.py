@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.parallel.engine import Engine
+from lightning_hybrid.parallel.tensor.parallel import whole_tree
 
 
 def gather_model_state(engine: Engine, keys: list[str]) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def _gathered(engine: Engine, name: str, value: Any, like: Any) -> Any:
         value: The parameter itself, or an entry of its state.
         like: The parameter.
     """
-    value = whole(value)
+    value = whole(whole_tree(value))  # a block may have kept parts of activations in a buffer
     if engine.mesh.data_rank > 0:  # other replicas only take part in the gathering over the data axis
         return None
     if engine.tensor is not None:

@@ -18,8 +18,8 @@ REMOVING = names(
     "sum mean prod amax amin min argmin any all std var std_mean var_mean norm logsumexp nansum nanmean "
     "median mode count_nonzero nanmedian aminmax"
 )
-KEEPING = names("cumsum cumprod cummax cummin logcumsumexp sort argsort topk flip renorm glu softmin normalize")
-POSITION = {"norm": 2, "topk": 2, "renorm": 2, "normalize": 2, "var": 1, "std": 1}
+KEEPING = names("cumsum cumprod cummax cummin logcumsumexp sort argsort topk flip glu softmin normalize")
+POSITION = {"norm": 2, "topk": 2, "normalize": 2, "var": 1, "std": 1}
 
 
 def _dims(value: Any, ndim: int) -> list[int] | None:
@@ -73,6 +73,8 @@ def _keep_along(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwar
     tensor, split = args[0], split_of(args[0])
     if split is None or kwargs.get("out") is not None:
         return NotImplemented
+    if name == "flip" and len(args) > 2:  # dimensions one by one
+        args = args[0], args[1:]
     default = 1 if name == "normalize" else -1
     dims = _dims(
         argument(args, kwargs, POSITION.get(name, 1), "dim", kwargs.get("dims", default)), len(shape_of(tensor))

@@ -7,8 +7,9 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lightning_hybrid.parallel.tensor.split_tensor import names, rules, shape_of
+from lightning_hybrid.parallel.tensor.split_tensor import names, part_of, rules, shape_of, split_of, wrap
 
 ATTRIBUTES = names(
     "dtype device requires_grad grad_fn is_leaf layout grad is_sparse is_sparse_csr is_nested is_quantized "
@@ -17,7 +18,7 @@ ATTRIBUTES = names(
 )
 METHODS = names(
     "is_floating_point is_complex is_signed is_conj is_neg is_inference is_pinned is_shared element_size "
-    "get_device register_hook register_post_accumulate_grad_hook retain_grad untyped_storage type __hash__ "
+    "get_device register_post_accumulate_grad_hook retain_grad untyped_storage __hash__ "
     "_is_view is_same_size is_contiguous is_coalesced storage_offset new_zeros new_ones new_empty new_full "
     "new_tensor is_tensor has_names is_nonzero_static dense_dim"
 )
@@ -26,6 +27,27 @@ METHODS = names(
 @rules(*(f"get {name}" for name in ATTRIBUTES), *METHODS, "set requires_grad", "set grad", "__format__")
 def _ask_part(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
+
+
+@rules("register_hook")
+def _watch_gradient(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The hook sees the gradient of the whole, of which this rank has a part."""
+    tensor, hook = args[0], kwargs.get("hook", args[-1])
+    held, axis = tensor.held, tensor.axis
+
+    def watch(gradient: Tensor) -> Any:
+        result = hook(wrap(gradient, held, axis))
+        if split_of(result) or result is None:
+            return None if result is None else part_of(result)
+        return part_of(result) if held is None else axis.part(result, held)
+
+    return func(tensor, watch)
+
+
+@rules("type")
+def _convert(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = func(*args, **kwargs)
+    return wrap(result, args[0].held, args[0].axis) if isinstance(result, Tensor) else result
 
 
 @rules("get shape", "size", "dim", "ndimension", "get ndim", "numel", "nelement", "__len__", "stride", "sym_size")

@@ -3,7 +3,8 @@
 The functions are those of Shoeybi et al. 2019 (arXiv:1909.08053, section 3) and Korthikanti et al. 2022
 (arXiv:2205.05198, section 4.2). A plain tensor stands for one whole value, equal on all ranks, and so does its
 gradient; a part stands for itself, and its gradient is that of the part. What a whole value is used for on every rank
-in another way makes partial gradients: it has to `enter`.
+in another way makes partial gradients: it has to `enter`. Each backward is one of these functions again, so that a
+gradient can be differentiated (a gradient penalty).
 
 Torch's functional collectives were considered: they have no uneven parts, and DTensor's redistribution reduces the
 gradients of bfloat16 parameters in bfloat16.
@@ -111,6 +112,12 @@ def reduce(tensor: Tensor, axis: TensorAxis) -> Tensor:
     return result
 
 
+def count_once(tensor: Tensor, axis: TensorAxis) -> Tensor:
+    """Forward nothing; backward keeps the gradient on the first rank: one that all have and that is summed later."""
+    result: Tensor = _CountOnce.apply(tensor, axis) if tensor.requires_grad else tensor
+    return result
+
+
 def reduce_to_part(tensor: Tensor, split: Split, axis: TensorAxis) -> Tensor:
     """Forward sums and keeps a part (reduce-scatter); backward gathers (g-bar of arXiv:2205.05198)."""
     result: Tensor = _ReduceToPart.apply(tensor, split, axis)
@@ -143,6 +150,19 @@ def gather_and_enter(tensor: Tensor, split: Split, axis: TensorAxis, again: Agai
     """Forward gathers, for ranks that go on differently; backward sums and keeps a part (g of arXiv:2205.05198)."""
     result: Tensor = _GatherAndEnter.apply(tensor, split, axis, again)
     return result
+
+
+def refuse_second_derivative(what: str) -> None:
+    """In a backward function that autograd cannot differentiate: torch would take its result for a constant.
+
+    Raises:
+        RuntimeError: If the gradient is to be differentiated.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{what} cannot be differentiated twice (create_graph=True). Give the head the style 'replicated' in "
+            "tensor_parallel_plan, or use sequence_parallel=True or False instead of 'regather'."
+        )
 
 
 class Again:
@@ -182,18 +202,30 @@ class _Enter(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         wide = torch.promote_types(gradient.dtype, torch.float32) if ctx.is_parameter else gradient.dtype
         total = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
-        return ctx.axis.sum(total).to(gradient.dtype), None
+        return _Reduce.apply(total, ctx.axis).to(gradient.dtype), None
 
 
 class _Reduce(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: TensorAxis) -> Tensor:
         ctx.mark_dirty(tensor)
+        ctx.axis = axis
         return axis.sum(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+        return enter(gradient, ctx.axis), None
+
+
+class _CountOnce(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: TensorAxis) -> Tensor:
+        ctx.is_first = axis.rank == 0
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient if ctx.is_first else torch.zeros_like(gradient), None
 
 
 class _ReduceToPart(Function):
@@ -204,7 +236,7 @@ class _ReduceToPart(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.axis.gather(gradient, ctx.split), None, None
+        return _GatherAndEnter.apply(gradient, ctx.split, ctx.axis, None), None, None
 
 
 class _Take(Function):
@@ -216,7 +248,7 @@ class _Take(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.axis.gather(gradient, ctx.split), None, None
+        return _Gather.apply(gradient, ctx.split, ctx.axis), None, None
 
 
 class _Gather(Function):
@@ -227,7 +259,7 @@ class _Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.axis.part(gradient, ctx.split), None, None
+        return _Take.apply(gradient, ctx.split, ctx.axis), None, None
 
 
 class _GatherAndEnter(Function):
@@ -240,4 +272,4 @@ class _GatherAndEnter(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.again is not None:
             ctx.again.forget()
-        return ctx.axis.sum_part(gradient, ctx.split), None, None, None
+        return _ReduceToPart.apply(gradient, ctx.split, ctx.axis), None, None, None

@@ -20,6 +20,7 @@ from lightning_hybrid.parallel.tensor.split_tensor import (
     rules,
     shape_of,
     split_of,
+    whole,
     wrap,
 )
 
@@ -42,7 +43,7 @@ UNARY = names(
 OPERATORS = names("add sub mul truediv floordiv mod pow and or xor lshift rshift")
 COMPARISONS = names("eq ne lt le gt ge")
 SIGNS = ("__neg__", "__pos__", "__invert__", "__abs__")
-RANDOM = names("dropout dropout_ alpha_dropout feature_alpha_dropout rrelu rand_like randn_like bernoulli bernoulli_")
+RANDOM = names("dropout dropout_ alpha_dropout rrelu rand_like randn_like bernoulli bernoulli_")
 
 
 def _spellings() -> list[str]:
@@ -94,19 +95,19 @@ def each_element(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwa
     parts = [(tensor, split) for tensor in tensors if (split := split_of(tensor))]
     if not parts or kwargs.get("out") is not None or (name == "where" and len(args) == 1):
         return NotImplemented
-    axis, whole = axis_of(tensors), _broadcast([shape_of(tensor) for tensor in tensors])
+    axis, shape = axis_of(tensors), _broadcast([shape_of(tensor) for tensor in tensors])
     from_right = {split.dim - part.ndim for part, split in parts}
     sections = {split.sections for _, split in parts}
     if len(from_right) > 1 or len(sections) > 1:
         return NotImplemented
-    split = Split(len(whole) + from_right.pop(), sections.pop())
-    if split.length == 1 != whole[split.dim]:
+    split = Split(len(shape) + from_right.pop(), sections.pop())
+    if split.length == 1 != shape[split.dim]:
         return NotImplemented  # the dimension itself is broadcast
     in_place = isinstance(args[0] if args else None, Tensor) and _in_place(name)
-    if in_place and (split_of(args[0]) != split or shape_of(args[0]) != whole):
+    if in_place and (split_of(args[0]) != split or shape_of(args[0]) != shape):
         return NotImplemented
-    operands = [fitted(arg, split, len(whole), axis) for arg in args]
-    options = {key: fitted(value, split, len(whole), axis) for key, value in kwargs.items()}
+    operands = [fitted(arg, split, len(shape), axis) for arg in args]
+    options = {key: fitted(value, split, len(shape), axis) for key, value in kwargs.items()}
     result = func(*operands, **options)
     if in_place:
         return args[0]
@@ -137,9 +138,7 @@ def fitted(operand: Any, split: Split, ndim: int, axis: TensorAxis) -> Any:
     """
     if not isinstance(operand, Tensor) or split_of(operand):
         return operand
-    if isinstance(operand, SplitTensor):
-        return part_of(operand)  # deferred: its gradient is summed later
     dim = split.dim - ndim + operand.ndim
-    if dim < 0 or operand.shape[dim] == 1:
-        return enter(operand, axis)
-    return take(operand, split.moved(dim), axis)
+    if dim < 0 or operand.shape[dim] == 1:  # a deferred one's gradient is summed later
+        return part_of(operand) if isinstance(operand, SplitTensor) else enter(operand, axis)
+    return take(whole(operand), split.moved(dim), axis)

@@ -20,16 +20,17 @@ from lightning_hybrid.parallel.tensor.axis import (
     gather_and_enter,
     reduce,
     reduce_to_part,
+    refuse_second_derivative,
     take,
 )
 from lightning_hybrid.parallel.tensor.elementwise import argument, each_element
 from lightning_hybrid.parallel.tensor.split_tensor import (
     SplitTensor,
     part_of,
-    refuse_deferred,
     rules,
     shape_of,
     split_of,
+    whole,
     wrap,
 )
 
@@ -101,8 +102,7 @@ def _plus_bias(tensor: Tensor, bias: Tensor | None) -> Any:
         bias = bias.to(tensor.dtype) if kept is None else kept
     if split_of(tensor):
         return each_element("add", torch.add, (tensor, bias), {})
-    refuse_deferred("linear", [bias])
-    return tensor + part_of(bias)
+    return tensor + whole(bias)
 
 
 def entered_once(tensor: Tensor, axis: TensorAxis) -> tuple[Tensor, Again | None]:
@@ -148,6 +148,7 @@ class _RegatheredLinear(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("sequence_parallel='regather'")
         weight, part = ctx.saved_tensors
         rows = gradient.flatten(0, -2)
         of_weight = rows.t() @ ctx.again.whole(part).to(ctx.dtype).flatten(0, -2) if ctx.needs_input_grad[1] else None

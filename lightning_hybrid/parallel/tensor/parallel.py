@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from lightning_hybrid.functional.splits import Split
 from lightning_hybrid.functional.trees import leaves_of, map_leaves
 from lightning_hybrid.parallel.tensor.assignment import Assignment
 from lightning_hybrid.parallel.tensor.axis import TensorAxis
+from lightning_hybrid.parallel.tensor.functions import whole_arguments
 from lightning_hybrid.parallel.tensor.split_tensor import SplitTensor, whole
 
 
@@ -45,6 +47,12 @@ class TensorParallel:
             if name in self.splits and id(parameter) not in cut:
                 cut.add(id(parameter))
                 parameter.data = self.part(name, parameter.data)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Context of a step."""
+        with self.axis.step(), whole_arguments():
+            yield
 
     def part(self, name: str, whole: Any) -> Any:
         """This rank's slice of a whole value of a parameter, or of an optimizer's state of the same shape."""

@@ -12,7 +12,16 @@ from torch.nn import functional as F
 from lightning_hybrid.functional.splits import Split
 from lightning_hybrid.parallel.tensor.axis import TensorAxis, enter, reduce, take
 from lightning_hybrid.parallel.tensor.elementwise import argument, drawn, each_element, fitted
-from lightning_hybrid.parallel.tensor.split_tensor import SplitTensor, axis_of, part_of, rules, shape_of, split_of, wrap
+from lightning_hybrid.parallel.tensor.split_tensor import (
+    SplitTensor,
+    axis_of,
+    part_of,
+    rules,
+    shape_of,
+    split_of,
+    whole,
+    wrap,
+)
 
 
 @rules("matmul", "bmm", "mm", "__matmul__", "__rmatmul__", "mv")
@@ -87,7 +96,7 @@ def _plus(tensor: Tensor, addend: Tensor, beta: float) -> Any:
     if beta == 0:
         return tensor
     if not (split_of(tensor) or split_of(addend)):
-        return tensor + beta * part_of(addend)
+        return tensor + beta * whole(addend)
     scaled = addend if beta == 1 else _scaled(addend, beta)
     return each_element("add", torch.add, (tensor, scaled), {})
 

@@ -16,14 +16,13 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_hybrid.compat import without_torch_function
 from lightning_hybrid.functional.splits import Split
 from lightning_hybrid.functional.trees import leaves_of, map_leaves
-from lightning_hybrid.parallel.tensor.axis import TensorAxis, gather
+from lightning_hybrid.parallel.tensor.axis import TensorAxis, count_once, gather
 
 Rule = Callable[..., Any]
 """Answers a call: it gets the function's name, the function, positional and keyword arguments."""
@@ -48,7 +47,7 @@ class SplitTensor(Tensor):
 
     Attributes:
         held: How the whole is dealt out; None for a whole parameter whose gradient is summed over the ranks later, so
-            that it may only meet parts.
+            that what meets no parts makes its gradient on one rank only.
         axis: The ranks.
     """
 
@@ -66,6 +65,8 @@ class SplitTensor(Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         name, rule = _look_up(func)
+        if not args and name != "where" and ("input" in kwargs or "tensors" in kwargs):
+            args = (kwargs.pop("input" if "input" in kwargs else "tensors"),)
         if rule is not None:
             with without_torch_function():
                 result = rule(name, func, args, kwargs)
@@ -158,8 +159,8 @@ def whole(value: Any) -> Any:
     if not isinstance(value, SplitTensor):
         return value
     if value.held is None:
-        refuse_deferred("what follows", [value])
-        return part_of(value)
+        with without_torch_function():
+            return count_once(part_of(value), value.axis)
     with without_torch_function():
         return gather(part_of(value), value.held, value.axis)
 
@@ -183,11 +184,10 @@ def call_whole(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwarg
             "give the module the style 'replicated' in tensor_parallel_plan."
         )
     if any(split_of(leaf) for leaf in leaves_of((args, kwargs))):
-        _warn_of_gather(name, args, kwargs)
+        warn_of_gather(name, args, kwargs)
     elif _stays_deferred(name, (args, kwargs)):
         axis, (args, kwargs) = axis_of((args, kwargs)), map_leaves(part_of, (args, kwargs))
         return map_leaves(lambda leaf: _deferred(leaf, axis), func(*args, **kwargs))
-    refuse_deferred(name, (args, kwargs))
     args, kwargs = map_leaves(whole, (args, kwargs))
     result = func(*args, **kwargs)
     return map_leaves(_read_only, result) if name in VIEWS else result
@@ -214,22 +214,6 @@ def _needs_whole_gradient(tensor: Tensor) -> bool:
 
 def _deferred(leaf: Any, axis: TensorAxis) -> Any:
     return wrap(leaf, None, axis) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
-
-
-def refuse_deferred(name: str, arguments: Any) -> None:
-    """Refuse a parameter whose gradient will be summed where every rank computes all of it.
-
-    Raises:
-        RuntimeError: Naming the module.
-    """
-    leaves = leaves_of(arguments)
-    deferred = [leaf for leaf in leaves if isinstance(leaf, SplitTensor) and leaf.held is None]
-    if deferred and torch.is_grad_enabled() and any(part_of(leaf).requires_grad for leaf in deferred):
-        raise RuntimeError(
-            f"{_caller()} has parameters for sequence shards (style 'sequence', or the bias behind a 'rowwise' "
-            f"weight), and {name} uses them on whole activations, where each rank would make their whole gradient. "
-            "Give the module the style 'replicated' in tensor_parallel_plan."
-        )
 
 
 def _writes(name: str) -> bool:
@@ -260,7 +244,8 @@ def _look_up(func: Any) -> tuple[str, Rule | None]:
 _warned = set[tuple[str, str]]()
 
 
-def _warn_of_gather(name: str, args: Any, kwargs: Any) -> None:
+def warn_of_gather(name: str, args: Any, kwargs: Any) -> None:
+    """Say once where what is gathered."""
     caller = _caller()
     if (caller, name) in _warned:
         return

@@ -16,7 +16,7 @@ from torch.autograd import Function
 from lightning_hybrid.functional import splits
 from lightning_hybrid.functional.splits import Split
 from lightning_hybrid.parallel.tensor.alongside import along
-from lightning_hybrid.parallel.tensor.axis import TensorAxis, reduce
+from lightning_hybrid.parallel.tensor.axis import TensorAxis, enter, reduce, refuse_second_derivative
 from lightning_hybrid.parallel.tensor.elementwise import argument
 from lightning_hybrid.parallel.tensor.split_tensor import SplitTensor, part_of, rules, split_of, wrap
 
@@ -55,6 +55,8 @@ def _nll_loss(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 def _combine(loss: Tensor, target: Tensor, weight: Tensor | None, ignored: int, reduction: str) -> Tensor:
     """Loss of each position, weighted by class, as `reduction` says; a position with an ignored target counts as 0."""
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
     counted = target != ignored
     weights = counted.to(loss.dtype)
     if weight is not None:
@@ -172,6 +174,7 @@ class _TargetLogProbability(Function):
 
     @staticmethod
     def backward(ctx: Any, of_picked: Tensor, of_average: Tensor) -> tuple[Any, ...]:
+        refuse_second_derivative("The cross-entropy of split logits")
         probabilities, index, absent, ignored = ctx.saved_tensors
         of_picked = of_picked.masked_fill(ignored, 0).unsqueeze(ctx.dim).to(probabilities.dtype)
         weight = of_picked
@@ -199,7 +202,8 @@ class _LogSoftmax(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (result,) = ctx.saved_tensors
-        return gradient - result.exp() * ctx.axis.sum(gradient.sum(ctx.dim, keepdim=True)), None, None
+        total = enter(reduce(gradient.sum(ctx.dim, keepdim=True), ctx.axis), ctx.axis)
+        return gradient - result.exp() * total, None, None
 
 
 def _check_targets(target: Tensor, ignored: int, classes: int) -> None:

@@ -18,6 +18,7 @@ from lightning_hybrid.parallel.tensor.assignment import Assignment
 from lightning_hybrid.parallel.tensor.axis import TensorAxis
 from lightning_hybrid.parallel.tensor.install import install
 from lightning_hybrid.parallel.tensor.parallel import TensorParallel
+from lightning_hybrid.parallel.tensor.split_tensor import wrap
 from tests.launch import run_ranks
 from tests.parity_models import in_full_precision
 
@@ -245,23 +246,38 @@ def test_autocast_gives_the_types_of_the_whole(sequence):
 
 
 def deferred_on_a_whole():
-    model = nn.Sequential(nn.LayerNorm(4))
-    assignments = [norm("0", "weight", "bias")]
+    torch.manual_seed(0)
+    model, assignments, x = nn.Sequential(nn.LayerNorm(4)), [norm("0", "weight", "bias")], torch.randn(2, 4)
+    expected = copy.deepcopy(model)
+    expected(x).square().sum().backward()
     axis = TensorAxis(dist.group.WORLD)
     install(model, [], TensorParallel(model, assignments, axis), assignments, sequence_parallel=True)
-    with axis.step(), pytest.raises(RuntimeError, match="LayerNorm has parameters for sequence shards"):
-        model(torch.ones(2, 4, requires_grad=True))
-    with axis.step(), pytest.raises(RuntimeError, match="The step has parameters for sequence shards"):
-        model(torch.ones(2, 4)).sum().backward()
-    with axis.step(), torch.no_grad():
-        assert model(torch.ones(2, 4)).tolist() == [[0.0] * 4] * 2
+    with axis.step():
+        model(x).square().sum().backward()
+        assert isinstance(model(x), torch.Tensor)
+    for parameter, whole in zip(model.parameters(), expected.parameters(), strict=True):
+        dist.all_reduce(parameter.grad)  # as at the end of a window
+        assert_close(parameter.grad, whole.grad)
     assert isinstance(model[0].weight, nn.Parameter)
     copied = copy.deepcopy(model)
     assert list(copied.state_dict()) == ["0.weight", "0.bias"]
 
 
-def test_a_parameter_for_shards_meets_no_whole_activation():
+def test_a_parameter_for_shards_makes_its_gradient_of_a_whole_activation_once():
     run_ranks(2, deferred_on_a_whole)
+
+
+def added_by_hand():
+    bias, split = torch.ones(3, requires_grad=True), Split(1, (4,))
+    axis = TensorAxis(dist.group.WORLD)
+    rows, columns = wrap(torch.ones(2, 2), split, axis), wrap(torch.ones(2, 3), Split(0, (4,)), axis)
+    torch.addmm(wrap(bias, None, axis), rows, columns).sum().backward()
+    dist.all_reduce(bias.grad)
+    assert bias.grad.tolist() == [2.0] * 3
+
+
+def test_a_bias_for_shards_counts_once_in_a_sum_over_ranks():
+    run_ranks(2, added_by_hand)
 
 
 def short_sequence():
@@ -349,8 +365,8 @@ def shifted(sequence):
         model(x).pow(2).sum().backward()
         if not sequence:
             return
-        with pytest.raises(RuntimeError, match="has parameters for sequence shards"):
-            (model[0].weight * 2).sum().backward()
+        (model[0].weight * 2).sum().backward()
+    whole[0].weight.grad += 2
     dist.all_reduce(model[0].weight.grad)
     for name, parameter in whole.named_parameters():
         assert_close(model.get_parameter(name).grad, parameter.grad)

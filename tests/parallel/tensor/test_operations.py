@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from lightning_hybrid.functional.splits import Split
 from lightning_hybrid.functional.trees import leaves_of
-from lightning_hybrid.parallel.tensor.axis import TensorAxis
+from lightning_hybrid.parallel.tensor.axis import TensorAxis, take
 from lightning_hybrid.parallel.tensor.install import RULES
 from lightning_hybrid.parallel.tensor.split_tensor import SplitTensor, split_of, whole, wrap
 from tests.launch import run_ranks
@@ -69,6 +69,13 @@ def written(x):
 def rms_norm(x, w):
     variance = x.to(torch.float64).pow(2).mean(-1, keepdim=True)
     return w * (x * torch.rsqrt(variance + 1e-6))
+
+
+def watched(x):
+    """With a hook that needs the whole gradient."""
+    y = x * 1
+    y.register_hook(lambda gradient: gradient / (1 + (gradient**2).sum()))
+    return y
 
 
 LAST, SEQ, HEADS, FUSED = Split(2, (C,)), Split(1, (T,)), Split(1, (H,)), Split(2, (C, C, C))
@@ -150,6 +157,11 @@ OPERATIONS = {  # name: (function, one (shape, split) for each argument)
     "largest class": (lambda a: a.max(-1).values + torch.max(a, dim=1, keepdim=True).indices[:, 0], [((7, 15), VOCAB)]),
     "nll": (lambda a: F.nll_loss(F.log_softmax(a, 1), torch.arange(7)), [((7, 15), VOCAB)]),
 }
+OPERATIONS |= {
+    "by keyword": (lambda a: torch.softmax(input=a, dim=-1) + torch.cat(tensors=[a, a], dim=0)[:B], [(x, SEQ)]),
+    "type": (lambda a: a.type(torch.float64).mean(1), [(x, SEQ)]),
+    "watched gradient": (watched, [(x, SEQ)]),
+}
 TARGET = torch.tensor([0, 14, -100, 3, 7, 8, 2])
 for key, options in {
     "mean": {},
@@ -165,6 +177,8 @@ for key, options in {
         [((7, 15), VOCAB)],
     )
 GATHERED = {
+    "flipped dimensions one by one": (lambda a: a.flip(0, 1), [(x, SEQ)]),
+    "renormalised slices": (lambda a: a.renorm(2, 0, 1.0), [(x, SEQ)]),
     "argmin": (lambda a: a * a.argmin(1, keepdim=True), [(q, HEADS)]),
     "two splits": (lambda a, b: a + b, [(x, SEQ), (x, LAST)]),
     "a view that mixes": (lambda a: a.transpose(1, 2).reshape(B, -1, 4), [(x, Split(1, (T,)))]),
@@ -269,3 +283,43 @@ def _attributes():
 
 def test_a_part_tells_the_geometry_of_the_whole():
     run_ranks(2, _attributes)
+
+
+def penalised(part):
+    """Gradients of the gradient of a small network with a dealt-out loss, by its input."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(s, generator=generator, dtype=torch.float64) for s in ((B, T, C), (24, C), (C, 24), (15, C))]
+    x, up, down, head = (tensor.requires_grad_() for tensor in tensors)
+    shown = [part(up, ROWS), part(down, COLUMNS), part(head, Split(0, (15,)))]
+    h = F.linear(F.gelu(F.linear(part(x * 1, SEQ), shown[0])), shown[1])
+    scores = F.linear(h + part(x, SEQ), shown[2]).log_softmax(-1).exp()
+    (gradient,) = torch.autograd.grad((scores**3).sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+    return [x.grad, up.grad, down.grad, head.grad]
+
+
+def _penalties():
+    axis = TensorAxis(dist.group.WORLD)
+
+    def part(tensor, split):
+        return wrap(take(tensor, split, axis), split, axis)
+
+    assert_close(penalised(part), penalised(lambda tensor, _: tensor), rtol=1e-10, atol=1e-12)
+
+
+def test_a_gradient_can_be_differentiated():
+    run_ranks(2, _penalties)
+
+
+def _class_indices_alone():
+    axis, leaf, target = TensorAxis(dist.group.WORLD), torch.ones(3, 2, requires_grad=True), torch.zeros(3).long()
+    logits = wrap(leaf, Split(1, (4,)), axis)
+    with pytest.raises(ValueError, match="batchmean is not a valid value for reduction"):
+        F.cross_entropy(logits, target, reduction="batchmean")
+    loss = F.cross_entropy(logits, target)
+    with pytest.raises(RuntimeError, match="The cross-entropy of split logits cannot be differentiated twice"):
+        torch.autograd.grad(loss, leaf, create_graph=True)
+
+
+def test_a_split_loss_refuses_what_it_cannot_do():
+    run_ranks(2, _class_indices_alone)
