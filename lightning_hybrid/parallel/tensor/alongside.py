@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -66,6 +67,17 @@ def _sum_over_ranks(name: str, func: Callable[..., Any], args: Any, kwargs: dict
     keep, dtype = argument(args, kwargs, 2, "keepdim", False), kwargs.get("dtype")
     total: Tensor = reduce(part.sum(dims, keepdim=bool(keep), dtype=dtype), tensor.axis)
     return total / count if name == "mean" else total
+
+
+@rules("linalg_vector_norm")
+def _vector_norm(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of all elements, as clipping takes it of gradients."""
+    tensor, order = args[0], argument(args, kwargs, 1, "ord", 2)
+    if split_of(tensor) is None or order != 2 or len(args) > 2 or set(kwargs) - {"ord"} or tensor.requires_grad:
+        return NotImplemented
+    part = part_of(tensor)
+    wide = part.to(torch.promote_types(part.dtype, torch.float32))
+    return reduce(wide.square().sum(), tensor.axis).sqrt().to(part.dtype)
 
 
 @rules(*KEEPING)

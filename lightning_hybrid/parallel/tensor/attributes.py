@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_hybrid.parallel.tensor.split_tensor import names, part_of, rules, shape_of, split_of, wrap
 
 ATTRIBUTES = names(
-    "dtype device requires_grad grad_fn is_leaf layout grad is_sparse is_sparse_csr is_nested is_quantized "
+    "dtype device requires_grad grad_fn is_leaf layout is_sparse is_sparse_csr is_nested is_quantized "
     "is_cuda is_cpu is_meta is_xpu is_mps is_mkldnn is_ipu is_xla is_maia is_vulkan is_mtia itemsize output_nr "
     "retains_grad names _version _base _backward_hooks _grad _cdata _grad_fn"
 )
@@ -24,9 +24,21 @@ METHODS = names(
 )
 
 
-@rules(*(f"get {name}" for name in ATTRIBUTES), *METHODS, "set requires_grad", "set grad", "__format__")
+@rules(*(f"get {name}" for name in ATTRIBUTES), *METHODS, "__format__")
 def _ask_part(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
+
+
+@rules("get grad", "set grad", "set requires_grad", "requires_grad_")
+def _ask_parameter(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of a parameter that a module shows, what autograd keeps with the parameter itself."""
+    tensor = args[0]
+    if name == "get grad":
+        gradient = tensor.parameter.grad if tensor.parameter is not None else func(tensor)
+        return wrap(gradient, tensor.held, tensor.axis) if gradient is not None and tensor.held else gradient
+    value = args[1:] if name != "set grad" or args[1] is None else (part_of(args[1]),)
+    func(tensor if tensor.parameter is None else tensor.parameter, *value, **kwargs)
+    return tensor if name == "requires_grad_" else None
 
 
 @rules("register_hook")

@@ -37,7 +37,7 @@ UNARY = names(
     "logical_not bitwise_not positive negative absolute gelu silu mish relu relu6 leaky_relu elu selu celu "
     "hardtanh hardswish hardsigmoid softplus softsign tanhshrink hardshrink softshrink threshold logsigmoid "
     "log_sigmoid detach clone contiguous float double half bfloat16 int long short bool to cpu cuda type_as "
-    "requires_grad_ zero_ fill_ zeros_like ones_like full_like empty_like pin_memory alias deg2rad conj "
+    "zero_ fill_ zeros_like ones_like full_like empty_like pin_memory alias deg2rad conj "
     "resolve_conj resolve_neg real"
 )
 OPERATORS = names("add sub mul truediv floordiv mod pow and or xor lshift rshift")

@@ -1,14 +1,18 @@
-"""What torch's Python interface does not see gets whole tensors: `torch.autograd.Function`s, and `vmap`.
+"""What torch functions do not see, and what would take a part for a whole: it changes while a step runs.
 
-Full backward hooks and reentrant checkpoints are such functions too. They would take a part for a whole, silently.
+`torch.autograd.Function`s, full backward hooks and reentrant checkpoints among them, and `vmap`, get whole tensors.
+Code of the user's that goes over the parameters of a module, for a penalty on weights or to clip by hand, is shown
+what the modules show.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
 from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -17,13 +21,46 @@ from lightning_hybrid.functional.trees import leaves_of, map_leaves
 from lightning_hybrid.parallel.tensor.split_tensor import SplitTensor, warn_of_gather, whole
 
 _apply = vars(Function)["apply"].__func__
+_named_parameters = nn.Module.named_parameters
+LIBRARIES = ("torch", "lightning", "lightning_hybrid")  # they know what they want with the parameters themselves
 
 
 @contextmanager
-def whole_arguments() -> Iterator[None]:
-    """Context in which such functions are given whole tensors."""
-    with replaced(Function, "apply", classmethod(_applied)), before_vmap(_wholes):
+def step_surroundings() -> Iterator[None]:
+    """Context of a step."""
+    with (
+        replaced(Function, "apply", classmethod(_applied)),
+        replaced(nn.Module, "named_parameters", _named),
+        replaced(nn.Module, "parameters", _unnamed),
+        before_vmap(_wholes),
+    ):
         yield
+
+
+def _named(
+    module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, Any]]:
+    found = _named_parameters(module, prefix, recurse, remove_duplicate)
+    return found if _asked_by_library() else _as_shown(module, prefix, found)
+
+
+def _unnamed(module: nn.Module, recurse: bool = True) -> Iterator[Any]:
+    found = _named_parameters(module, "", recurse)
+    return (parameter for _, parameter in (found if _asked_by_library() else _as_shown(module, "", found)))
+
+
+def _as_shown(module: nn.Module, prefix: str, found: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for name, _ in found:
+        parent, _, leaf = name.removeprefix(f"{prefix}." if prefix else "").rpartition(".")
+        yield name, getattr(module.get_submodule(parent), leaf)
+
+
+def _asked_by_library() -> bool:
+    """Whether the function that wants to go over parameters is torch's, Lightning's or ours."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") == __name__:
+        frame = frame.f_back
+    return frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in LIBRARIES
 
 
 def _wholes(tree: Any) -> Any:

@@ -116,8 +116,11 @@ def _shown_parameter(name: str) -> property:
         if value is None:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
         parameters, axis = self.__dict__[SHOWN]
-        is_sharded = isinstance(value, DTensor)  # `fully_shard` looks at what it has sharded, also in a step
-        return wrap(value, parameters[name], axis) if axis.active and not is_sharded else value
+        if not axis.active or isinstance(value, DTensor):  # `fully_shard` looks at what it has sharded, in a step too
+            return value
+        shown = wrap(value, parameters[name], axis)
+        shown.parameter = value
+        return shown
 
     def write(self: nn.Module, value: object) -> None:
         self.__dict__[name] = value

@@ -14,7 +14,7 @@ from lightning_hybrid.functional.splits import Split
 from lightning_hybrid.functional.trees import leaves_of, map_leaves
 from lightning_hybrid.parallel.tensor.assignment import Assignment
 from lightning_hybrid.parallel.tensor.axis import TensorAxis
-from lightning_hybrid.parallel.tensor.functions import whole_arguments
+from lightning_hybrid.parallel.tensor.functions import step_surroundings
 from lightning_hybrid.parallel.tensor.split_tensor import SplitTensor, whole
 
 
@@ -51,7 +51,7 @@ class TensorParallel:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Context of a step."""
-        with self.axis.step(), whole_arguments():
+        with self.axis.step(), step_surroundings():
             yield
 
     def part(self, name: str, whole: Any) -> Any:

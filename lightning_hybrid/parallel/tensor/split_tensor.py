@@ -49,10 +49,12 @@ class SplitTensor(Tensor):
         held: How the whole is dealt out; None for a whole parameter whose gradient is summed over the ranks later, so
             that what meets no parts makes its gradient on one rank only.
         axis: The ranks.
+        parameter: The parameter that a module shows like this; None for anything else.
     """
 
     held: Split | None
     axis: TensorAxis
+    parameter: nn.Parameter | None
 
     @classmethod
     @override
@@ -125,7 +127,7 @@ def wrap(part: Any, split: Split | None, axis: TensorAxis) -> SplitTensor:
     """Show a part as the whole."""
     with without_torch_function():
         result = part.as_subclass(SplitTensor)
-    result.held, result.axis = split, axis
+    result.held, result.axis, result.parameter = split, axis, None
     return result
 
 

@@ -124,3 +124,54 @@ def test_functions_that_torch_does_not_show_give_the_numbers_of_one_process(sequ
         torch.testing.assert_close(
             found[name], expected, rtol=1e-9, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}"
         )
+
+
+class Penalty(Sequences):
+    """Goes over its parameters in the step."""
+
+    def training_step(self, batch, batch_idx):
+        decay = sum(p.pow(2).sum() for p in self.parameters() if p.ndim > 1)
+        names = sum(p.abs().sum() for name, p in self.named_parameters() if name.endswith("bias"))
+        assert sum(p.numel() for p in self.blocks.parameters()) == 2 * (2 * WIDTH + WIDTH * 8 + 8 + 8 * WIDTH + WIDTH)
+        return (
+            self.loss(batch) + 0.01 * decay + 0.02 * names + 0.01 * sum(p.norm() for p in self.blocks[0].parameters())
+        )
+
+
+class ByHand(Sequences):
+    """Clips by hand."""
+
+    def __init__(self, block):
+        super().__init__(block)
+        self.automatic_optimization, self.norms = False, []
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.norms.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.05)))
+        assert all(p.grad.shape == p.shape for p in self.parameters())
+        optimizer.step()
+
+
+def trained_over_parameters(kind, strategy):
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(6, 5, WIDTH, generator=generator, dtype=torch.float64))
+    module = kind(Block)
+    return weights(fit(module, DataLoader(data, 2), strategy)), getattr(module, "norms", [])
+
+
+def over_parameters(sequence_parallel):
+    options = {"tensor_parallel_size": 2, "sequence_parallel": sequence_parallel}
+    return [trained_over_parameters(kind, hybrid(1, 1, 1, **options)) for kind in (Penalty, ByHand)]
+
+
+@pytest.mark.filterwarnings("ignore:.*has no rule for parts")
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_going_over_parameters_in_a_step_meets_wholes(sequence_parallel):
+    for rank in run_trainers(2, over_parameters, sequence_parallel):
+        for kind, (found, norms) in zip((Penalty, ByHand), rank, strict=True):
+            expected, expected_norms = trained_over_parameters(kind, "auto")
+            torch.testing.assert_close(norms, expected_norms, rtol=1e-9, atol=1e-12)
+            if found:
+                torch.testing.assert_close(found, dict(expected), rtol=1e-9, atol=1e-12)
