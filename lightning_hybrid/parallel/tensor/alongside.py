@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from lightning_hybrid.functional.splits import Split
 from lightning_hybrid.functional.trees import map_leaves
-from lightning_hybrid.parallel.tensor.axis import enter, reduce
-from lightning_hybrid.parallel.tensor.elementwise import argument
+from lightning_hybrid.parallel.tensor.axis import reduce
+from lightning_hybrid.parallel.tensor.elementwise import argument, entered
 from lightning_hybrid.parallel.tensor.split_tensor import SplitTensor, names, part_of, rules, shape_of, split_of, wrap
 
 REMOVING = names(
@@ -39,11 +39,11 @@ def _reduce_along(name: str, func: Callable[..., Any], args: tuple[Any, ...], kw
 def along(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Reduce along dimensions, of which the dealt-out one may only be summed over."""
     tensor, split = args[0], split_of(args[0])
-    if split is None or kwargs.get("out") is not None or any(isinstance(a, Tensor) for a in args[1:]):
+    if split is None or any(isinstance(a, Tensor) for a in args[1:]):
         return NotImplemented
     ndim = len(shape_of(tensor))
     position = POSITION.get(name, 1)
-    given = argument(args, kwargs, position, "dim", kwargs.get("axis"))
+    given = argument(args, kwargs, position, "dim")
     if isinstance(given, bool):  # var(unbiased)
         return NotImplemented
     dims = _dims(given, ndim)
@@ -83,14 +83,13 @@ def _vector_norm(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwa
 @rules(*KEEPING)
 def _keep_along(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, split = args[0], split_of(args[0])
-    if split is None or kwargs.get("out") is not None:
+    if split is None:
         return NotImplemented
     if name == "flip" and len(args) > 2:  # dimensions one by one
         args = args[0], args[1:]
     default = 1 if name == "normalize" else -1
-    dims = _dims(
-        argument(args, kwargs, POSITION.get(name, 1), "dim", kwargs.get("dims", default)), len(shape_of(tensor))
-    )
+    given = argument(args, kwargs, POSITION.get(name, 1), "dim", kwargs.get("dims", default))
+    dims = _dims(given, len(shape_of(tensor)))
     if dims is None or split.dim in dims:
         return NotImplemented
     return _wrapped(func(*args, **kwargs), tensor, split)
@@ -103,17 +102,13 @@ def _wrapped(result: Any, tensor: SplitTensor, split: Split) -> Any:
 @rules("layer_norm", "rms_norm")
 def _normalise(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Over the last dimensions; the gradients of weight and bias are of the rank's part only."""
-    tensor = args[0] if args else kwargs.pop("input")
+    tensor = args[0]
     split, shape = split_of(tensor), argument(args, kwargs, 1, "normalized_shape")
     shape = [shape] if isinstance(shape, int) else list(shape)
     weights = [argument(args, kwargs, 2, "weight"), argument(args, kwargs, 3, "bias") if name == "layer_norm" else None]
     if split is None or split.dim >= tensor.ndim - len(shape) or any(split_of(w) for w in weights):
         return NotImplemented
-    for index, weight in enumerate(weights):
-        if isinstance(weight, SplitTensor):
-            weights[index] = part_of(weight)  # deferred
-        elif isinstance(weight, Tensor):
-            weights[index] = enter(weight, tensor.axis)
+    weights = [None if weight is None else entered(weight, tensor.axis) for weight in weights]
     eps = argument(args, kwargs, 4 if name == "layer_norm" else 3, "eps", 1e-5 if name == "layer_norm" else None)
     if name == "rms_norm":
         return wrap(F.rms_norm(part_of(tensor), shape, weights[0], eps), split, tensor.axis)

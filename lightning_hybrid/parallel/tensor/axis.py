@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from lightning_hybrid.compat import is_view, reduce_scatter_flat
+from lightning_hybrid.compat import all_gather_flat, is_view, reduce_scatter_flat
 from lightning_hybrid.functional.splits import Split
 
 
@@ -45,7 +45,7 @@ class TensorAxis:
         self.active = self.regather = False
         self.sequence: tuple[Split, tuple[int, ...]] | None = None
         self.recomputed: tuple[Split, tuple[int, ...]] | None = None
-        self.entered: list[tuple[Tensor, int, bool, Tensor, Any]] = []
+        self.entered: list[tuple[Tensor, int, bool, Tensor, Again | None]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorAxis:
         return self  # a copy of a module computes with the same ranks
@@ -71,7 +71,7 @@ class TensorAxis:
         padded = _padded(part.contiguous(), split.dim, longest)
         buffer = padded.new_empty((self.size, *padded.shape))
         parts = list(buffer.unbind())
-        dist.all_gather(parts, padded, group=self.group)
+        all_gather_flat(buffer.flatten(0, 1), padded, self.group)
         if split.is_even(self.size):
             if len(split.sections) == 1 and prod(part.shape[: split.dim]) == 1:
                 return buffer.view(split.whole_shape(part.shape))

@@ -20,7 +20,6 @@ from lightning_hybrid.parallel.tensor.split_tensor import (
     rules,
     shape_of,
     split_of,
-    whole,
     wrap,
 )
 
@@ -89,11 +88,11 @@ def drawn(tensor: SplitTensor, function: Callable[[], Any]) -> Any:
 
 def each_element(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an operation on each rank's elements; plain operands are cut to fit."""
-    if name in ("to", "type_as") and not isinstance(args[0], SplitTensor):
-        return func(*args, **kwargs)  # only the type of the other one matters
+    if name in ("to", "type_as"):
+        return _with_type(func, args, kwargs)
     tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
     parts = [(tensor, split) for tensor in tensors if (split := split_of(tensor))]
-    if not parts or kwargs.get("out") is not None or (name == "where" and len(args) == 1):
+    if not parts or (name == "where" and len(args) + len(kwargs) == 1):
         return NotImplemented
     axis, shape = axis_of(tensors), _broadcast([shape_of(tensor) for tensor in tensors])
     from_right = {split.dim - part.ndim for part, split in parts}
@@ -112,6 +111,14 @@ def each_element(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwa
     if in_place:
         return args[0]
     return wrap(result, split, axis) if isinstance(result, Tensor) else result
+
+
+def _with_type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In another type, or that of another tensor, of which only the type matters."""
+    split = split_of(args[0])
+    if split is None:
+        return NotImplemented if isinstance(args[0], SplitTensor) else func(*args, **kwargs)
+    return wrap(func(*args, **kwargs), split, args[0].axis)
 
 
 def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -139,6 +146,16 @@ def fitted(operand: Any, split: Split, ndim: int, axis: TensorAxis) -> Any:
     if not isinstance(operand, Tensor) or split_of(operand):
         return operand
     dim = split.dim - ndim + operand.ndim
-    if dim < 0 or operand.shape[dim] == 1:  # a deferred one's gradient is summed later
-        return part_of(operand) if isinstance(operand, SplitTensor) else enter(operand, axis)
-    return take(whole(operand), split.moved(dim), axis)
+    if dim < 0 or operand.shape[dim] == 1:
+        return entered(operand, axis)
+    return taken(operand, split.moved(dim), axis)
+
+
+def taken(tensor: Tensor, split: Split, axis: TensorAxis) -> Tensor:
+    """This rank's part of a whole value; of a parameter whose gradient is summed later, that of the part stays so."""
+    return axis.part(part_of(tensor), split) if isinstance(tensor, SplitTensor) else take(tensor, split, axis)
+
+
+def entered(tensor: Tensor, axis: TensorAxis) -> Tensor:
+    """A whole value that the ranks use in different ways; a gradient that is summed later is not summed here."""
+    return part_of(tensor) if isinstance(tensor, SplitTensor) else enter(tensor, axis)

@@ -16,14 +16,12 @@ from lightning_hybrid.functional.splits import Split
 from lightning_hybrid.parallel.tensor.axis import (
     Again,
     TensorAxis,
-    enter,
     gather_and_enter,
     reduce,
     reduce_to_part,
     refuse_second_derivative,
-    take,
 )
-from lightning_hybrid.parallel.tensor.elementwise import argument, each_element
+from lightning_hybrid.parallel.tensor.elementwise import argument, each_element, entered, taken
 from lightning_hybrid.parallel.tensor.split_tensor import (
     SplitTensor,
     part_of,
@@ -55,18 +53,18 @@ def linear(tensor: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         return _with_whole_weight(tensor, weight, bias)
     axis: TensorAxis = weight.axis  # type: ignore[attr-defined]
     if split.dim == 0:
-        entered, again = entered_once(tensor, axis)
+        whole, again = entered_once(tensor, axis)
         if bias is not None:
-            bias = part_of(bias) if isinstance(bias, SplitTensor) else take(bias, split, axis)
+            bias = part_of(bias) if split_of(bias) else taken(bias, split, axis)
         weight = part_of(weight)
         if again is None:
-            result = F.linear(entered, weight, bias)
+            result = F.linear(whole, weight, bias)
         else:
-            result = _regathered(entered, weight, bias, part_of(tensor), again)
+            result = _regathered(whole, weight, bias, part_of(tensor), again)
         return wrap(result, split.moved(result.ndim - 1), axis)
     features = split_of(tensor)
     if features is None:
-        tensor = wrap(take(part_of(tensor), split.moved(tensor.ndim - 1), axis), split.moved(tensor.ndim - 1), axis)
+        tensor = wrap(taken(tensor, split.moved(tensor.ndim - 1), axis), split.moved(tensor.ndim - 1), axis)
     elif features != split.moved(tensor.ndim - 1):
         return NotImplemented
     return _plus_bias(reduced(F.linear(part_of(tensor), part_of(weight)), axis), bias)
@@ -78,7 +76,7 @@ def _with_whole_weight(tensor: Tensor, weight: Tensor, bias: Tensor | None) -> A
     if split is None or split.dim == tensor.ndim - 1 or split_of(bias):
         return NotImplemented
     axis: TensorAxis = tensor.axis  # type: ignore[attr-defined]
-    parameters = [part_of(p) if isinstance(p, SplitTensor) else enter(p, axis) for p in (weight, bias) if p is not None]
+    parameters = [entered(p, axis) for p in (weight, bias) if p is not None]
     return wrap(F.linear(part_of(tensor), *parameters), split, axis)
 
 
@@ -111,29 +109,30 @@ def entered_once(tensor: Tensor, axis: TensorAxis) -> tuple[Tensor, Again | None
     Returns:
         A plain whole tensor, and how to gather it again if it is not to be kept.
     """
-    for known, old, graded, entered, again in axis.entered:
-        if known is tensor and old == version(tensor) and graded == torch.is_grad_enabled():
-            return entered, again
+    graded = tensor.requires_grad and torch.is_grad_enabled()
+    for known, old, was_graded, result, again in axis.entered:
+        if known is tensor and old == version(tensor) and was_graded == graded:
+            return result, again
     split, again = split_of(tensor), None
     if in_backward():  # a checkpoint within the block's forward recomputes it without the block
         axis.recomputed = None if split is None else (split, shape_of(tensor))
     if split is None:
-        entered = enter(part_of(tensor), axis)
+        result = entered(tensor, axis)
     else:
         again = Again(split, axis) if axis.regather and torch.is_grad_enabled() else None
-        entered = gather_and_enter(part_of(tensor), split, axis, again)
-    axis.entered.append((tensor, version(tensor), torch.is_grad_enabled(), entered, again))
+        result = gather_and_enter(part_of(tensor), split, axis, again)
+    axis.entered.append((tensor, version(tensor), graded, result, again))
     del axis.entered[:-KEPT]
-    return entered, again
+    return result, again
 
 
-def _regathered(entered: Tensor, weight: Tensor, bias: Tensor | None, part: Tensor, again: Again) -> Tensor:
-    device = entered.device.type
+def _regathered(whole: Tensor, weight: Tensor, bias: Tensor | None, part: Tensor, again: Again) -> Tensor:
+    device = whole.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        entered, weight = entered.to(dtype), weight.to(dtype)
+        whole, weight = whole.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    result: Tensor = _RegatheredLinear.apply(entered, weight, bias, part.detach(), again)
+    result: Tensor = _RegatheredLinear.apply(whole, weight, bias, part.detach(), again)
     return result
 
 
@@ -163,6 +162,8 @@ def _embedding(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     rest = (*args[2:], *([None] * (5 - len(args[2:]))))
     names = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
     options = {n: kwargs.get(n, value) for n, value in zip(names, rest, strict=False)}
+    if func is not F.embedding:
+        return NotImplemented  # torch.embedding takes the table first
     split, axis = split_of(weight), (weight if isinstance(weight, SplitTensor) else indices).axis
     if options["max_norm"] is not None or options["scale_grad_by_freq"] or options["sparse"]:
         return NotImplemented
@@ -170,8 +171,7 @@ def _embedding(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwarg
         positions = split_of(indices)
         if positions is None:
             return NotImplemented
-        table = part_of(weight) if isinstance(weight, SplitTensor) else enter(weight, axis)
-        return wrap(F.embedding(part_of(indices), table, options["padding_idx"]), positions, axis)
+        return wrap(F.embedding(part_of(indices), entered(weight, axis), options["padding_idx"]), positions, axis)
     if split_of(indices) or split.dim != 0 or len(split.sections) > 1:
         return NotImplemented
     (begin, end), *_ = splits.bounds(split, axis.size, axis.rank)

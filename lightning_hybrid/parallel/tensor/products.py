@@ -10,18 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_hybrid.functional.splits import Split
-from lightning_hybrid.parallel.tensor.axis import TensorAxis, enter, reduce, take
-from lightning_hybrid.parallel.tensor.elementwise import argument, drawn, each_element, fitted
-from lightning_hybrid.parallel.tensor.split_tensor import (
-    SplitTensor,
-    axis_of,
-    part_of,
-    rules,
-    shape_of,
-    split_of,
-    whole,
-    wrap,
-)
+from lightning_hybrid.parallel.tensor.axis import TensorAxis, reduce
+from lightning_hybrid.parallel.tensor.elementwise import argument, drawn, each_element, entered, fitted, taken
+from lightning_hybrid.parallel.tensor.split_tensor import axis_of, part_of, rules, shape_of, split_of, whole, wrap
 
 
 @rules("matmul", "bmm", "mm", "__matmul__", "__rmatmul__", "mv")
@@ -49,7 +40,7 @@ def product(a: Tensor, b: Tensor) -> Any:
             return NotImplemented
         left, right = (fitted(t, split, ndim, axis) for t in (a, b))
     else:  # rows of a, or columns of b: all of the other one
-        left, right = (t if split_of(t) else _entered(t, axis) for t in (a, b))
+        left, right = (t if split_of(t) else entered(t, axis) for t in (a, b))
     return wrap(torch.matmul(part_of(left), part_of(right)), split, axis)
 
 
@@ -62,24 +53,20 @@ def _same_sections(a: Tensor, b: Tensor) -> bool:
     return split_of(a).sections == split_of(b).sections  # type: ignore[union-attr]
 
 
-def _entered(tensor: Tensor, axis: TensorAxis) -> Tensor:
-    return part_of(tensor) if isinstance(tensor, SplitTensor) else enter(tensor, axis)
-
-
 def _summed(a: Tensor, b: Tensor, axis: TensorAxis) -> Any:
     """The dimension that is summed over is dealt out: each rank multiplies its part of both, and the results add up."""
     at_a, at_b = _from_right(a), _from_right(b)
     if at_a not in (None, -1) or at_b not in (None, -2) or (split_of(a) and split_of(b) and not _same_sections(a, b)):
         return NotImplemented
     sections = (split_of(a) or split_of(b)).sections  # type: ignore[union-attr]
-    left = a if split_of(a) else take(part_of(a), Split(a.ndim - 1, sections), axis)
-    right = b if split_of(b) else take(part_of(b), Split(b.ndim - 2, sections), axis)
+    left = a if split_of(a) else taken(a, Split(a.ndim - 1, sections), axis)
+    right = b if split_of(b) else taken(b, Split(b.ndim - 2, sections), axis)
     return reduce(torch.matmul(part_of(left), part_of(right)), axis)
 
 
 @rules("addmm", "baddbmm")
 def _add_product(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if len(args) != 3 or kwargs.get("out") is not None:
+    if len(args) != 3:
         return NotImplemented
     multiplied = product(args[1], args[2])
     if multiplied is NotImplemented:
@@ -119,9 +106,9 @@ def _einsum(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         if mine is not None and (term[mine.dim] != letter or mine.sections != split.sections):
             return NotImplemented
         if mine is None and letter in term:
-            parts.append(take(part_of(operand), split.moved(term.index(letter)), axis))
+            parts.append(taken(operand, split.moved(term.index(letter)), axis))
         else:
-            parts.append(part_of(operand) if mine is not None else _entered(operand, axis))
+            parts.append(part_of(operand) if mine is not None else entered(operand, axis))
     if letter in output:
         return wrap(torch.einsum(equation, *parts), split.moved(output.index(letter)), axis)
     return reduce(torch.einsum(equation, *parts).contiguous(), axis)

@@ -175,10 +175,10 @@ def _cut(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 def _join(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
     tensors = [t for t in args[0] if name == "stack" or not (t.ndim == 1 and shape_of(t) == (0,))]
     first = next((t for t in tensors if split_of(t)), None)
-    if first is None or kwargs.get("out") is not None:
+    if first is None:
         return NotImplemented
     split, axis, ndim = first.held, axis_of(tensors), len(shape_of(first))
-    dim = argument(args, kwargs, 1, "dim", kwargs.get("axis", 0)) % (ndim + (name == "stack"))
+    dim = argument(args, kwargs, 1, "dim", 0) % (ndim + (name == "stack"))
     if name != "stack" and dim == split.dim:
         if not all(split_of(t) and t.held.dim == dim for t in tensors):
             return NotImplemented
@@ -198,10 +198,8 @@ def _join(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 @rules("narrow", "select", "__getitem__")
 def _index(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
     tensor, split = args[0], split_of(args[0])
-    if split is None:
-        if isinstance(tensor, SplitTensor) or name != "__getitem__":
-            return NotImplemented
-        return NotImplemented  # a plain tensor indexed by a split one
+    if split is None:  # or a plain tensor is indexed by a part
+        return NotImplemented
     if name == "__getitem__":
         return _basic_index(tensor, split, args[1] if isinstance(args[1], tuple) else (args[1],))
     dim = argument(args, kwargs, 1, "dim") % len(shape_of(tensor))

@@ -67,11 +67,9 @@ class SplitTensor(Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         name, rule = _look_up(func)
-        if not args and name != "where" and ("input" in kwargs or "tensors" in kwargs):
-            args = (kwargs.pop("input" if "input" in kwargs else "tensors"),)
-        if rule is not None:
+        if rule is not None and kwargs.get("out") is None:
             with without_torch_function():
-                result = rule(name, func, args, kwargs)
+                result = rule(name, func, *_as_rules_know(args, kwargs))
             if result is not NotImplemented:
                 return result
         return call_whole(name, func, args, kwargs)
@@ -231,6 +229,18 @@ def _is_in_place_operator(name: str) -> bool:
     return name.startswith("__i") and name.strip("_") in {
         "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "imatmul",
     }  # fmt: skip
+
+
+def _as_rules_know(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The first argument by position, and torch's names for those that it also takes by NumPy's."""
+    if not kwargs:
+        return args, kwargs
+    kwargs = {_NAMES_OF_NUMPY.get(key, key): value for key, value in kwargs.items()}
+    first = next((key for key in ("condition", "tensors", "input") if key in kwargs), None) if not args else None
+    return (args, kwargs) if first is None else ((kwargs.pop(first),), kwargs)
+
+
+_NAMES_OF_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
 
 
 def _look_up(func: Any) -> tuple[str, Rule | None]:

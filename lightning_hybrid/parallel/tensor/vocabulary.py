@@ -18,7 +18,7 @@ from lightning_hybrid.functional.splits import Split
 from lightning_hybrid.parallel.tensor.alongside import along
 from lightning_hybrid.parallel.tensor.axis import TensorAxis, enter, reduce, refuse_second_derivative
 from lightning_hybrid.parallel.tensor.elementwise import argument
-from lightning_hybrid.parallel.tensor.split_tensor import SplitTensor, part_of, rules, split_of, wrap
+from lightning_hybrid.parallel.tensor.split_tensor import SplitTensor, part_of, rules, shape_of, split_of, wrap
 
 
 @rules("cross_entropy", "cross_entropy_loss")
@@ -35,7 +35,7 @@ def _cross_entropy(name: str, func: Callable[..., Any], args: tuple[Any, ...], k
     ignored, reduction = argument(args, kwargs, 4, "ignore_index", -100), argument(args, kwargs, 6, "reduction", "mean")
     picked, average = _TargetLogProbability.apply(part_of(logits), target, split, logits.axis, ignored, bool(smoothing))
     loss = -(1 - smoothing) * picked - smoothing * average if smoothing else -picked
-    return _combine(loss, target, weight, ignored, reduction)
+    return _as_torch_returns(_combine(loss, target, weight, ignored, reduction), part_of(logits))
 
 
 @rules("nll_loss", "nll_loss_nd")
@@ -50,7 +50,7 @@ def _nll_loss(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     ignored, reduction = argument(args, kwargs, 4, "ignore_index", -100), argument(args, kwargs, 6, "reduction", "mean")
     index = target.masked_fill(target == ignored, 0).unsqueeze(classes)
     picked = _pick(part_of(scores), index, split, scores.axis).squeeze(classes)
-    return _combine(-picked, target, weight, ignored, reduction)
+    return _as_torch_returns(_combine(-_widened(picked), target, weight, ignored, reduction), picked)
 
 
 def _combine(loss: Tensor, target: Tensor, weight: Tensor | None, ignored: int, reduction: str) -> Tensor:
@@ -76,9 +76,13 @@ def _gather(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     dim, index = (one, two) if name == "gather" else (two, one)
     if split is None or not isinstance(dim, int) or isinstance(index, SplitTensor) or len(split.sections) > 1:
         return NotImplemented
-    if dim % scores.ndim != split.dim:
+    if dim % scores.ndim != split.dim or (name == "take_along_dim" and _broadcasts(shape_of(scores), index, split.dim)):
         return NotImplemented
     return _pick(part_of(scores), index, split, scores.axis)
+
+
+def _broadcasts(shape: tuple[int, ...], index: Tensor, dim: int) -> bool:
+    return index.ndim != len(shape) or any(n != index.shape[i] for i, n in enumerate(shape) if i != dim)
 
 
 @rules("argmax", "max")
@@ -86,7 +90,7 @@ def _largest(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     """The largest of the ranks' largest scores, and where it is; the first one of equals."""
     scores, split = args[0], split_of(args[0])
     dim, keep = argument(args, kwargs, 1, "dim"), argument(args, kwargs, 2, "keepdim", False)
-    if split is None or not isinstance(dim, int) or kwargs.get("out") is not None:
+    if split is None or not isinstance(dim, int):
         return NotImplemented
     dim %= scores.ndim
     if dim != split.dim:
@@ -115,7 +119,8 @@ def _pick(scores: Tensor, index: Tensor, split: Split, axis: TensorAxis) -> Tens
 @rules("log_softmax", "softmax")
 def _softmax(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, split = args[0], split_of(args[0])
-    dim, dtype = argument(args, kwargs, 1, "dim"), kwargs.get("dtype")
+    dim = argument(args, kwargs, 1, "dim")
+    dtype = next((a for a in (*args[2:], kwargs.get("dtype")) if isinstance(a, torch.dtype)), None)
     if split is None or not isinstance(dim, int):
         return NotImplemented
     if dim % tensor.ndim != split.dim:
@@ -129,6 +134,10 @@ def _softmax(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
 def _autocasts(tensor: Tensor) -> bool:
     """Whether softmax and losses are to be computed, and returned, in float32."""
     return torch.is_autocast_enabled(tensor.device.type)
+
+
+def _as_torch_returns(loss: Tensor, scores: Tensor) -> Tensor:
+    return loss if _autocasts(scores) else loss.to(scores.dtype)
 
 
 def _widened(tensor: Tensor) -> Tensor:
@@ -169,8 +178,7 @@ class _TargetLogProbability(Function):
         ctx.save_for_backward(exponentials.div_(total), index, absent, target == ignored)
         ctx.dim, ctx.length, ctx.averaged = dim, split.length, averaged
         _check_targets(target, ignored, split.length)
-        dtype = wide.dtype if _autocasts(logits) else logits.dtype
-        return picked.to(dtype), average.to(dtype)
+        return picked, average
 
     @staticmethod
     def backward(ctx: Any, of_picked: Tensor, of_average: Tensor) -> tuple[Any, ...]:

@@ -155,6 +155,19 @@ OPERATIONS = {  # name: (function, one (shape, split) for each argument)
     "gather of classes": (lambda a: a.log_softmax(-1).gather(-1, torch.arange(7)[:, None]), [((7, 15), VOCAB)]),
     "argmax": (lambda a: a * a.argmax(-1, keepdim=True) + a.argmax(0), [((7, 15), VOCAB)]),
     "largest class": (lambda a: a.max(-1).values + torch.max(a, dim=1, keepdim=True).indices[:, 0], [((7, 15), VOCAB)]),
+    "another type": (lambda a: a.type(torch.float32).type("torch.DoubleTensor") * a, [(x, LAST)]),
+    "type of another": (
+        lambda a: a.to(torch.ones(5, 7, 7, 7, 7, dtype=torch.double)) * a.type_as(torch.ones(C, T).double()),
+        [(q, HEADS)],
+    ),
+    "names of NumPy": (lambda a: a.sum(axis=0, keepdims=True) + torch.softmax(a, axis=-1).amax(axis=0), [(x, SEQ)]),
+    "first argument by name": (
+        lambda a, w: F.layer_norm(input=torch.cat(tensors=[a, a], dim=-1), normalized_shape=(2 * C,), weight=w),
+        [(x, SEQ), ((2 * C,), None)],
+    ),
+    "where by name": (lambda a: torch.where(condition=a > 0, input=a, other=2 * a), [(x, SEQ)]),
+    "flipped": (lambda a: a.flip(0, 2) + a.flip([2]) + a.flip(dims=(0,)), [(x, SEQ)]),
+    "type of a softmax": (lambda a: torch.softmax(a.float(), 1, torch.float64) + a, [((7, 15), VOCAB)]),
     "nll": (lambda a: F.nll_loss(F.log_softmax(a, 1), torch.arange(7)), [((7, 15), VOCAB)]),
 }
 OPERATIONS |= {
@@ -183,8 +196,18 @@ GATHERED = {
     "two splits": (lambda a, b: a + b, [(x, SEQ), (x, LAST)]),
     "a view that mixes": (lambda a: a.transpose(1, 2).reshape(B, -1, 4), [(x, Split(1, (T,)))]),
     "convolution": (lambda a, w: F.conv1d(a, w), [((B, C, T), Split(1, (C,))), ((3, C, 2), None)]),
+    "into a tensor": (
+        lambda a: torch.relu(a) + torch.matmul(a.detach(), torch.ones(C, C).double(), out=_out()),
+        [(x, LAST)],
+    ),
+    "torch.embedding": (lambda w: torch.embedding(w, torch.arange(15)), [((15, 4), Split(0, (15,)))]),
+    "broadcast index": (lambda a: torch.take_along_dim(a, torch.tensor([[3]]), 1), [((7, 15), VOCAB)]),
     "cut through a section": (lambda a: a[:, 1:4].sum(1), [(x, SEQ)]),
 }
+
+
+def _out():
+    return torch.empty(B, T, C, dtype=torch.float64)
 
 
 def deal_out(value, split, axis):
@@ -323,3 +346,59 @@ def _class_indices_alone():
 
 def test_a_split_loss_refuses_what_it_cannot_do():
     run_ranks(2, _class_indices_alone)
+
+
+def _late_gradients():
+    """Of parameters whose gradients the ranks sum later: value, gradient and largest difference for each use."""
+    axis, generator = TensorAxis(dist.group.WORLD), torch.Generator().manual_seed(0)
+    value = torch.randn(T, C, dtype=torch.float64, generator=generator)
+    x, weight = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in ((B, T, C), (24, C)))
+    uses = {
+        "added": lambda p, part: part(x, SEQ) + p,
+        "column": lambda p, part: F.linear(p, part(weight, ROWS)),
+        "row": lambda p, part: F.linear(p, part(weight[:C], Split(1, (C,)))),
+        "summed over": lambda p, part: part(x, LAST) @ p.mT,
+        "einsum": lambda p, part: torch.einsum("btc,tc->bt", part(x, LAST), p),
+    }
+    for use in uses.values():
+        whole_leaf, leaf = value.clone().requires_grad_(), value.clone().requires_grad_()
+        expected = use(whole_leaf, lambda tensor, split: tensor)
+        expected.pow(2).sum().backward()
+        result = whole(use(wrap(leaf, None, axis), lambda tensor, split: wrap(axis.part(tensor, split), split, axis)))
+        result.pow(2).sum().backward()
+        assert_close(result, expected)
+        assert_close(axis.sum(leaf.grad), whole_leaf.grad)
+
+
+def test_gradients_that_are_summed_later_are_not_summed_before():
+    run_ranks(2, _late_gradients)
+
+
+def _input_that_comes_to_need_a_gradient():
+    axis, weight = TensorAxis(dist.group.WORLD), torch.arange(8.0).view(4, 2)
+    given, part = torch.ones(3, 2), wrap(axis.part(weight, Split(0, (4,))), Split(0, (4,)), axis)
+    with axis.step():
+        F.linear(given, part)
+        F.linear(given.requires_grad_(), part).sum().backward()
+    assert given.grad.tolist() == [[12.0, 16.0]] * 3
+
+
+def test_an_input_that_comes_to_need_a_gradient_enters_anew():
+    run_ranks(2, _input_that_comes_to_need_a_gradient)
+
+
+def _loss_in_bfloat16():
+    axis, rows = TensorAxis(dist.group.WORLD), 1027  # 1028 in bfloat16
+    logits = torch.zeros(rows, 4, dtype=torch.bfloat16)
+    target, split = torch.zeros(rows, dtype=torch.long), Split(1, (4,))
+    leaf = axis.part(logits, split).clone().requires_grad_()
+    loss = F.cross_entropy(wrap(leaf, split, axis), target, reduction="sum")
+    mean = F.cross_entropy(wrap(leaf, split, axis), target)
+    exact = F.cross_entropy(logits.double(), target, reduction="sum")
+    assert (loss.dtype, mean.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert_close(loss, exact.bfloat16(), rtol=0, atol=0)
+    assert_close(mean, (exact / rows).bfloat16(), rtol=0, atol=0)
+
+
+def test_a_loss_of_bfloat16_is_rounded_once():
+    run_ranks(2, _loss_in_bfloat16)
