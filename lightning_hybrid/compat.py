@@ -147,6 +147,11 @@ def before_vmap(change: Callable[[Any], Any]) -> AbstractContextManager[None]:
     return replaced(vmap, "_process_batched_inputs", lambda dims, args, *rest: process(dims, change(args), *rest))
 
 
+def assert_on_device(condition: Tensor) -> None:
+    """Fail if a boolean scalar is false, without waiting for a device to tell; there is no public function."""
+    torch._assert_async(condition)
+
+
 def in_backward() -> bool:
     """Whether this thread runs a backward pass, its hooks and final callbacks too; no public function tells."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -169,6 +169,12 @@ def test_parts_are_gathered_in_rank_order(groups):
     assert run_ranks(2, gathered, groups) == [[1, 2, 11, 12]] * 2
 
 
+def test_a_condition_is_checked_where_it_is():
+    compat.assert_on_device(torch.tensor(True))
+    with pytest.raises(RuntimeError, match="nonzero"):
+        compat.assert_on_device(torch.tensor(False))
+
+
 def scattered():
     part = torch.empty(2)
     compat.reduce_scatter_flat(part, torch.arange(4.0) + 10 * dist.get_rank())

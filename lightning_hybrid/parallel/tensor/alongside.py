@@ -16,7 +16,7 @@ from lightning_hybrid.parallel.tensor.elementwise import argument, entered
 from lightning_hybrid.parallel.tensor.split_tensor import SplitTensor, names, part_of, rules, shape_of, split_of, wrap
 
 REMOVING = names(
-    "sum mean prod amax amin min argmin any all std var std_mean var_mean norm logsumexp nansum nanmean "
+    "sum mean prod amax amin min argmin any all std var std_mean var_mean norm nansum nanmean "
     "median mode count_nonzero nanmedian aminmax"
 )
 KEEPING = names("cumsum cumprod cummax cummin logcumsumexp sort argsort topk flip glu softmin normalize")
@@ -97,6 +97,17 @@ def _keep_along(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwar
 
 def _wrapped(result: Any, tensor: SplitTensor, split: Split) -> Any:
     return map_leaves(lambda leaf: wrap(leaf, split, tensor.axis) if isinstance(leaf, Tensor) else leaf, result)
+
+
+@rules("tril", "triu")
+def _triangle(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of the last two dimensions."""
+    split = split_of(args[0])
+    return (
+        NotImplemented
+        if split is None or split.dim >= args[0].ndim - 2
+        else _wrapped(func(*args, **kwargs), args[0], split)
+    )
 
 
 @rules("layer_norm", "rms_norm")

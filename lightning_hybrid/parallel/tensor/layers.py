@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from lightning_hybrid.compat import in_backward, version
+from lightning_hybrid.compat import assert_on_device, in_backward, version
 from lightning_hybrid.functional import splits
 from lightning_hybrid.functional.splits import Split
 from lightning_hybrid.parallel.tensor.axis import (
@@ -186,5 +186,8 @@ def _embedding(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwarg
 
 def _check_indices(indices: Tensor, split: Split) -> None:
     """What a whole table refuses would count as another rank's row here."""
-    if indices.device.type == "cpu" and indices.numel() and not (indices.min() >= 0 and indices.max() < split.length):
+    wrong = ((indices < 0) | (indices >= split.length)).any()
+    if indices.device.type != "cpu":
+        assert_on_device(~wrong)
+    elif bool(wrong):
         raise IndexError(f"index out of range in an embedding of {split.length} rows: {int(indices.max())}.")

@@ -115,6 +115,15 @@ def _sizes(given: tuple[Any, ...]) -> list[int]:
     return list(given[0] if len(given) == 1 and not isinstance(given[0], int) else given)
 
 
+@rules("view_as_complex", "view_as_real")
+def _complex(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
+    """Pairs along the last dimension, as rotary embeddings turn them."""
+    tensor, split = args[0], split_of(args[0])
+    if split is None or (name == "view_as_complex" and split.dim == tensor.ndim - 1):
+        return NotImplemented
+    return wrap(func(part_of(tensor)), split, tensor.axis)
+
+
 @rules("expand", "expand_as", "broadcast_to")
 def _expand(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
     tensor, split = args[0], split_of(args[0])

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from lightning_hybrid.compat import assert_on_device
 from lightning_hybrid.functional import splits
 from lightning_hybrid.functional.splits import Split
 from lightning_hybrid.parallel.tensor.alongside import along
@@ -83,6 +84,18 @@ def _gather(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 
 def _broadcasts(shape: tuple[int, ...], index: Tensor, dim: int) -> bool:
     return index.ndim != len(shape) or any(n != index.shape[i] for i, n in enumerate(shape) if i != dim)
+
+
+@rules("logsumexp")
+def _log_sum_exp(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, split, given = args[0], split_of(args[0]), argument(args, kwargs, 1, "dim")
+    dims = list(given) if isinstance(given, tuple | list) else [given]
+    if split is None or [dim % tensor.ndim for dim in dims] != [split.dim]:
+        return along(name, func, args, kwargs)
+    part = part_of(tensor)
+    result: Tensor = _LogSumExp.apply(_widened(part), split.dim, tensor.axis)
+    result = result.to(part.dtype)
+    return result if argument(args, kwargs, 2, "keepdim", False) else result.squeeze(split.dim)
 
 
 @rules("argmax", "max")
@@ -214,10 +227,26 @@ class _LogSoftmax(Function):
         return gradient - result.exp() * total, None, None
 
 
+class _LogSumExp(Function):
+    """Over a dealt-out dimension, which is kept with length 1."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, dim: int, axis: TensorAxis) -> Tensor:
+        exponentials, total, largest = _exponentials(logits, dim, axis)
+        ctx.save_for_backward(exponentials.div_(total))
+        return total.log() + largest
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        refuse_second_derivative("The logsumexp of split logits")
+        (probabilities,) = ctx.saved_tensors
+        return gradient * probabilities, None, None
+
+
 def _check_targets(target: Tensor, ignored: int, classes: int) -> None:
     """What torch refuses would count as another rank's class here."""
-    if target.device.type != "cpu" or not target.numel():
-        return
     wrong = ((target < 0) | (target >= classes)) & (target != ignored)
-    if bool(wrong.any()):
+    if target.device.type != "cpu":
+        assert_on_device(~wrong.any())
+    elif bool(wrong.any()):
         raise IndexError(f"Target {int(target[wrong][0])} is out of bounds: there are {classes} classes.")

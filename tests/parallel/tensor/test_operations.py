@@ -58,6 +58,14 @@ def rotated(x):
     return torch.cat((-x[..., half:], x[..., :half]), dim=-1) * torch.arange(T).view(T, 1) + x
 
 
+def complex_rotary(x):
+    angles = torch.linspace(0, 3, T * D // 2, dtype=torch.float64).view(T, D // 2)
+    turned = torch.view_as_complex(x.double().reshape(*x.shape[:-1], -1, 2)) * torch.polar(
+        torch.ones_like(angles), angles
+    )
+    return torch.view_as_real(turned).flatten(-2).type_as(x)
+
+
 def written(x):
     y = x * 2
     y[:, 1:3] = 0.5
@@ -168,6 +176,10 @@ OPERATIONS = {  # name: (function, one (shape, split) for each argument)
     "where by name": (lambda a: torch.where(condition=a > 0, input=a, other=2 * a), [(x, SEQ)]),
     "flipped": (lambda a: a.flip(0, 2) + a.flip([2]) + a.flip(dims=(0,)), [(x, SEQ)]),
     "type of a softmax": (lambda a: torch.softmax(a.float(), 1, torch.float64) + a, [((7, 15), VOCAB)]),
+    "z-loss": (lambda a: a.logsumexp(-1).pow(2) + torch.logsumexp(a, (1,), keepdim=True)[:, 0], [((7, 15), VOCAB)]),
+    "logsumexp elsewhere": (lambda a: a.logsumexp(0), [((7, 15), VOCAB)]),
+    "triangle": (lambda a: (a @ a.mT).tril().triu(-2), [(q, HEADS)]),
+    "complex rotary": (complex_rotary, [(q, HEADS)]),
     "nll": (lambda a: F.nll_loss(F.log_softmax(a, 1), torch.arange(7)), [((7, 15), VOCAB)]),
 }
 OPERATIONS |= {
