@@ -44,7 +44,7 @@ class HybridPTDPStrategy(StatefulStrategy):
         max_stage_memory: Most bytes of parameters that "balanced" gives a stage; None sets no limit.
         zero_stage: 0 replicates everything over the data axis, 1 shards optimizer states (arXiv:1910.02054, section
             5.1).
-        tensor_parallel_plan: Styles of modules, by patterns of dotted names such as "*.q_proj"; "auto" takes the
+        tensor_parallel_plan: Styles of modules, by patterns of dotted names such as `"*.q_proj"`; "auto" takes the
             model's own plan, or recognises common blocks. Unused with a tensor_parallel_size of 1.
         sequence_parallel: What is between split matrices works on shards of the sequence (arXiv:2205.05198, section
             4.2); "regather" keeps only shards for backward, and gathers inputs once more.
