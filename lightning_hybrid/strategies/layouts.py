@@ -79,23 +79,29 @@ def choose_stages(options: dict[str, Any], module: nn.Module, blocks: Sequence[s
     return Stages(sizes, costs, memory)
 
 
-def stage_table(stages: Stages, blocks: Sequence[str], pipeline: int, *, estimated: bool) -> str:
-    """A row for each stage, and how far the slowest is from an ideal one."""
+def stage_table(stages: Stages, blocks: Sequence[str], layout: Layout, *, estimated: bool) -> str:
+    """A row for each stage with the world ranks that hold it, and how far the slowest is from an ideal one."""
     layers = partition.stage_layers(stages.sizes)
     costs = [sum(stages.costs[i] for i in of_stage) for of_stage in layers]
     total = sum(costs) or 1.0
-    rows = [("stage", "rank", "blocks", "cost", "parameters")]
+    together = layout.data * layout.tensor
+    rows = [("stage", "rank" if together == 1 else "ranks", "blocks", "cost", "parameters")]
     for stage, (of_stage, cost) in enumerate(zip(layers, costs, strict=True)):
         first, last = blocks[of_stage[0]], blocks[of_stage[-1]]
         memory = sum(stages.memory[i] for i in of_stage)
         named = f"{first} to {last}" if first != last else first
-        rows.append((str(stage), str(stage % pipeline), named, f"{cost / total:.1%}", _readable(memory)))
-    width = max(len(named) for _, _, named, *_ in rows)
-    lines = [f"{a:>5}  {b:>4}  {named:<{width}}  {c:>6}  {d:>10}" for a, b, named, c, d in rows]
+        rank = layout.rank(stage % layout.pipeline, 0)
+        ranks = str(rank) if together == 1 else f"{rank}-{rank + together - 1}"
+        rows.append((str(stage), ranks, named, f"{cost / total:.1%}", _readable(memory)))
+    of_ranks, width = (max(len(row[column]) for row in rows) for column in (1, 2))
+    lines = [f"{a:>5}  {b:>{of_ranks}}  {named:<{width}}  {c:>6}  {d:>10}" for a, b, named, c, d in rows]
     kind = "estimated by numbers of parameters" if estimated else "as given in block_costs"
     slowest = max(range(len(costs)), key=costs.__getitem__)
     ratio = costs[slowest] * len(costs) / total
-    return "\n".join([*lines, f"slowest: stage {slowest}, {ratio:.2f} times an equal share (costs {kind})"])
+    lines.append(f"slowest: stage {slowest}, {ratio:.2f} times an equal share (costs {kind})")
+    if layout.tensor > 1:
+        lines.append(f"parameters are those of whole stages, before {layout.tensor} ranks split them")
+    return "\n".join(lines)
 
 
 def _readable(size: float) -> str:

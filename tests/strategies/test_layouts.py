@@ -1,6 +1,7 @@
 import pytest
 from torch import nn
 
+from lightning_hybrid.parallel.mesh import Layout
 from lightning_hybrid.strategies.layouts import Stages, choose_stages, stage_table
 
 
@@ -54,7 +55,7 @@ def test_costs_for_another_number_of_blocks_are_refused(number):
 
 
 def test_the_table_names_what_each_rank_does_and_how_far_from_ideal_that_is():
-    table = stage_table(Stages([1, 2, 1, 2], [3, 1, 1, 1, 2, 2], [2**10] * 6), BLOCKS, 2, estimated=False)
+    table = stage_table(Stages([1, 2, 1, 2], [3, 1, 1, 1, 2, 2], [2**10] * 6), BLOCKS, Layout(2, 1), estimated=False)
     assert table.splitlines() == [
         "stage  rank  blocks                    cost  parameters",
         "    0     0  encoder.0                30.0%       1 KiB",
@@ -65,11 +66,19 @@ def test_the_table_names_what_each_rank_does_and_how_far_from_ideal_that_is():
     ]
 
 
+def test_a_stage_that_several_ranks_hold_is_told_with_all_of_them():
+    stages = Stages([3, 3], [1.0] * 6, [2**10] * 6)
+    *_, first, second, _, note = stage_table(stages, BLOCKS, Layout(2, 2, 2), estimated=True).splitlines()
+    assert first.split()[:2] == ["0", "0-3"]
+    assert second.split()[:2] == ["1", "4-7"]
+    assert note == "parameters are those of whole stages, before 2 ranks split them"
+
+
 @pytest.mark.parametrize(
     ("size", "said"),
     [(1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**20, "3 MiB"), (5000 * 2**30, "5000 GiB")],
 )
 def test_sizes_are_readable(size, said):
-    table = stage_table(Stages([1], [0.0], [size]), ["a"], 1, estimated=True)
+    table = stage_table(Stages([1], [0.0], [size]), ["a"], Layout(1, 1), estimated=True)
     assert f" {said}\n" in table
     assert "0.00 times an equal share (costs estimated by numbers of parameters)" in table

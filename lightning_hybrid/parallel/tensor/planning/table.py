@@ -19,13 +19,14 @@ class _Row:
     what: tuple[str, str]
 
 
-def plan_table(root: nn.Module, assignments: Sequence[Assignment], size: int) -> str:
+def plan_table(root: nn.Module, assignments: Sequence[Assignment], size: int, *, pipeline: int = 1) -> str:
     """The plan for people: a line for each module, equal blocks in one, and bytes in total.
 
     Args:
         root: The whole model, before it is split.
         assignments: The plan.
         size: Ranks on the tensor axis.
+        pipeline: Ranks on the pipeline axis, which share what the totals count.
     """
     rows = [_Row(tuple(name.split(".")), what) for name, what in _lines(root, assignments, size)]
     for position in reversed(range(max((len(row.parts) for row in rows), default=0))):
@@ -33,7 +34,10 @@ def plan_table(root: nn.Module, assignments: Sequence[Assignment], size: int) ->
     cells = [("module", "style", "shape on a rank"), *((".".join(row.parts) or "(model)", *row.what) for row in rows)]
     first, second = (max(len(cell[column]) for cell in cells) for column in (0, 1))
     lines = [f"{a:<{first}}  {b:<{second}}  {c}".rstrip() for a, b, c in cells]
-    return "\n".join([*lines, *_totals(root, assignments, size)])
+    lines += _totals(root, assignments, size)
+    if pipeline > 1:
+        lines.append(f"these are totals of the whole model, whose stages are on {pipeline} pipeline ranks")
+    return "\n".join(lines)
 
 
 def _lines(root: nn.Module, assignments: Sequence[Assignment], size: int) -> Iterator[tuple[str, tuple[str, str]]]:
