@@ -81,7 +81,7 @@ def install(root, runs, tensor, assignments, *, sequence_parallel):
 def split_by_hand():
     """Context in which the strategy's tensor parallelism is the one here."""
     with (
-        patch.multiple(survey, make_plan=plan, plan_table=lambda *args: "the plan"),
+        patch.multiple(survey, make_plan=plan, plan_table=lambda *args, **kwargs: "the plan"),
         patch.object(assembly, "install", install),
     ):
         yield

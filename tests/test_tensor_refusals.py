@@ -1,6 +1,7 @@
 """Tensor plans that cannot be are refused in one line, on every rank, before anything is trained."""
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -57,3 +58,16 @@ def test_wrong_plans_are_errors_of_one_line_before_training():
             assert "\n" not in message
             assert re.search(pattern, message), message
             assert untouched, message
+
+
+def warned_of():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer_of(split(tensor_parallel_plan={"*.h": "replicated"})).fit(Spoken(), texts(4))
+    return [str(w.message) for w in caught if "splits nothing" in str(w.message)]
+
+
+def test_a_plan_that_splits_nothing_is_warned_of_once():
+    [message], none = run_trainers(2, warned_of)
+    assert "tensor_parallel_size=2 splits nothing" in message
+    assert none == []

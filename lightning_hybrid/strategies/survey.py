@@ -93,7 +93,7 @@ def _spread(module: LightningModule, options: dict[str, Any], blocks: list[str],
     box = [options.get("block_costs")]
     dist.broadcast_object_list(box, 0)
     stages = choose_stages({**options, "block_costs": box[0]}, module, blocks, layout.pipeline * options["num_chunks"])
-    rank_zero_info(stage_table(stages, blocks, layout.pipeline, estimated=box[0] is None))
+    rank_zero_info(stage_table(stages, blocks, layout, estimated=box[0] is None))
     return stages.sizes
 
 
@@ -103,7 +103,13 @@ def _plan(module: nn.Module, options: dict[str, Any], blocks: list[str], layout:
     plan = make_plan(
         module, blocks, layout.tensor, options["tensor_parallel_plan"], sequence_parallel=sequence_parallel
     )
-    rank_zero_info(plan_table(module, plan, layout.tensor))
+    rank_zero_info(plan_table(module, plan, layout.tensor, pipeline=layout.pipeline))
+    if not any(assignment.splits for assignment in plan):
+        rank_zero_warn(
+            f"tensor_parallel_size={layout.tensor} splits nothing: the plan leaves every matrix whole, so that all "
+            f"{layout.tensor} ranks compute the same. Name linear layers in tensor_parallel_plan, or set "
+            "tensor_parallel_size=1 and leave the ranks to other axes."
+        )
     return plan
 
 
