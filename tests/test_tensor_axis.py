@@ -228,6 +228,12 @@ class Compiled(SmallMlps):
         self.blocks[1].up.compile(backend="eager")
 
 
+class Wrapped(SmallMlps):
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].up = torch.compile(self.blocks[1].up, backend="eager")
+
+
 class AdafactorOnSlices(SmallMlps):
     def configure_optimizers(self):
         return torch.optim.Adafactor(self.parameters())
@@ -240,11 +246,13 @@ class MuonOnSlices(SmallMlps):
 
 REFUSED = {
     Compiled: "blocks.1.up is compiled and tensor_parallel_size=2 shows it slices of its matrices",
+    Wrapped: "blocks.1.up is compiled and .* Do not compile it",
     AdafactorOnSlices: "torch.optim.Adafactor looks at whole matrices",
     MuonOnSlices: "torch.optim.Muon looks at whole matrices",
 }
 
 
+@pytest.mark.filterwarnings("ignore:tensor_parallel_size=2 splits nothing")  # no rule covers these by-hand models
 def test_what_cannot_work_on_slices_is_refused_before_training():
     with_slices = {"pipeline": 1, "tensor_parallel_size": 2}
     check_refused(REFUSED, **with_slices)

@@ -25,6 +25,8 @@ def check_compiled(module: nn.Module, blocks: Sequence[str], *, pipeline: int, t
         RuntimeError: Naming the module, and what to compile instead.
     """
     for name, child in module.named_modules():
+        if isinstance(child, OptimizedModule) and tensor > 1:
+            raise _knows_no_slices(name, tensor)
         if isinstance(child, OptimizedModule):
             raise RuntimeError(
                 f"{name} is the result of torch.compile, which would put _orig_mod into the names of parameters, so "
@@ -53,8 +55,11 @@ def _refuse_all_compiled(module: nn.Module, tensor: int) -> None:
         functions = ["forward", *STEPS] if not name else ["forward"]
         compiled = [f for f in functions if is_compiled_function(getattr(child, f, None))]
         if compiled or is_compiled(child):
-            what = f"{name or type(module).__name__}{f'.{compiled[0]}' if compiled else ''}"
-            raise RuntimeError(
-                f"{what} is compiled and tensor_parallel_size={tensor} shows it slices of its matrices, which compiled "
-                "code does not know of yet. Do not compile it, or set tensor_parallel_size=1."
-            )
+            raise _knows_no_slices(f"{name or type(module).__name__}{f'.{compiled[0]}' if compiled else ''}", tensor)
+
+
+def _knows_no_slices(what: str, tensor: int) -> RuntimeError:
+    return RuntimeError(
+        f"{what} is compiled and tensor_parallel_size={tensor} shows it slices of its matrices, which compiled "
+        "code does not know of yet. Do not compile it, or set tensor_parallel_size=1."
+    )
