@@ -174,6 +174,27 @@ def mistaken():
     return type(caught.value).__name__, str(caught.value)
 
 
+class Again(Small):
+    """Feeds what it predicts to itself, as a language model that generates."""
+
+    def predict_step(self, batch, batch_idx):
+        x, _ = batch
+        return self(x + self(x))
+
+
+def predicts_again():
+    trainer, module, data = trainer_of(hybrid()), Again(), DataLoader(samples(8), 4)
+    trainer.fit(module, data)
+    with pytest.raises(RuntimeError, match="inlet is called on a path that no earlier run took") as caught:
+        trainer.predict(module, data)
+    return str(caught.value)
+
+
+def test_a_step_that_calls_a_cut_model_again_is_told_that_it_needs_one_stage():
+    for message in run_trainers(2, predicts_again):
+        assert "such as generate, needs pipeline_parallel_size=1" in message
+
+
 def test_a_mistake_in_the_users_step_is_no_matter_of_the_cut():
     first, second = run_trainers(2, mistaken)
     assert second == ("NameError", "name 'undefined' is not defined")

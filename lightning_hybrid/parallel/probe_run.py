@@ -85,7 +85,8 @@ class ProbeRun(StageRun):
             raise AbsentValueError(
                 f"{call[0]} is called on a path that no earlier run took, and its parameters have been released on "
                 f"stage {self.stage}. Call the model once in a step, and take every path in the first training step or "
-                "in the validation before it."
+                "in the validation before it. What calls the model again and again, such as generate, needs "
+                "pipeline_parallel_size=1, to which a checkpoint of this run can be taken."
             )
         self._refuse_reentrant(gate)
         value = super().absent(gate, call, args, kwargs)
