@@ -257,27 +257,33 @@ _warned = set[tuple[str, str]]()
 
 
 def warn_of_gather(name: str, args: Any, kwargs: Any) -> None:
-    """Say once where what is gathered."""
-    caller = _caller()
-    if (caller, name) in _warned:
+    """Say once where what is gathered, on the first rank of the axis: all gather alike."""
+    caller, file, line = _place()
+    if (caller, name) in _warned or axis_of((args, kwargs)).rank:
         return
     _warned.add((caller, name))
     gathered = [leaf for leaf in leaves_of((args, kwargs)) if split_of(leaf)]
     shapes = ", ".join(f"{list(shape_of(leaf))} split on dimension {leaf.held.dim}" for leaf in gathered)
-    warnings.warn(
+    warnings.warn_explicit(
         f"{caller} calls {name} on {shapes}, which each rank holds a part of. It has no rule for parts, so the whole "
         "is gathered at each call: right, but slow. Give the modules around it the style 'replicated' in "
         "tensor_parallel_plan if it is called often.",
-        stacklevel=2,
+        UserWarning,
+        file,
+        line,
     )
 
 
 def _caller() -> str:
-    """The innermost module of the user's whose forward is under way."""
+    return _place()[0]
+
+
+def _place() -> tuple[str, str, int]:
+    """The innermost module of the user's whose forward is under way, and the file and line that it is at."""
     frame = inspect.currentframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and frame.f_code.co_name not in ("_call_impl", "_wrapped_call_impl", "call"):
-            return type(owner).__name__
+            return type(owner).__name__, frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
-    return "The step"
+    return "The step", __file__, 1

@@ -272,13 +272,31 @@ def _check_operations():
     return check_all(OPERATIONS, OPERATIONS)
 
 
-def test_operations_without_a_rule_gather_and_warn_once():
-    for problems in run_ranks(2, _check_gathered):
-        assert {name: len(found) for name, found in problems.items()} == dict.fromkeys(GATHERED, 1), problems
+def test_operations_without_a_rule_gather_and_warn_once_on_the_first_rank():
+    for rank, problems in enumerate(run_ranks(2, _check_gathered)):
+        assert {name: len(found) for name, found in problems.items()} == dict.fromkeys(GATHERED, 1 - rank), problems
 
 
 def _check_gathered():
     return check_all(GATHERED, GATHERED)
+
+
+class Odd(torch.nn.Module):
+    def forward(self, x):
+        return torch.linalg.matrix_norm(x)
+
+
+def _place_of_the_warning():
+    axis = TensorAxis(dist.group.WORLD)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Odd()(wrap(torch.ones(2, 3), Split(1, (6,)), axis))
+    return [(str(w.message).split(" on ")[0], w.filename, w.lineno) for w in caught]
+
+
+def test_the_warning_is_of_the_line_of_the_users_that_gathers():
+    line = Odd.forward.__code__.co_firstlineno + 1
+    assert run_ranks(2, _place_of_the_warning) == [[("Odd calls linalg_matrix_norm", __file__, line)], []]
 
 
 def _write_into(function, split, message):
