@@ -21,7 +21,7 @@ class Assignment:
             be dotted ("out_proj.weight" of an `nn.MultiheadAttention`).
         deferred: Its own parameters that stay whole and are read where only a shard of the sequence is: their gradients
             are summed over the tensor axis at the end of an accumulation window.
-        note: Why the automatic plan left the module whole, for the table; empty otherwise.
+        note: For the table: why the automatic plan left the module whole, or what a given style costs; mostly empty.
     """
 
     module: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from torch import nn
@@ -61,6 +62,7 @@ def make_plan(
     heads = _heads(outline, styles, attentions)
     found = {name: assign(outline, name, style, heads.get(name)) for name, style in styles.items()}
     found |= {name: Assignment(name, "replicated", note=note) for name, note in notes.items()}
+    found |= {name: replace(found[name], note=note) for name, note in _doubts(styles, attentions).items()}
     found = follow(outline, found)
     if sequence_parallel:
         found = with_sequence(outline, found, attentions)
@@ -85,6 +87,13 @@ def _given(
                 "it, or leave the pattern out."
             )
     return styles, notes
+
+
+def _doubts(styles: Mapping[str, str], attentions: Sequence[Attention]) -> dict[str, str]:
+    """Notes on given styles that work and yet gather in each step what another style would not."""
+    fused = [name for attention in attentions for name, style in attention.styles.items() if style == "fused_qkv"]
+    note = "queries, keys and values in one, of which 'fused_qkv' would give each rank whole heads"
+    return {name: note for name in fused if styles.get(name) in {"colwise", "fused_gate_up"}}
 
 
 def _heads(outline: Outline, styles: Mapping[str, str], attentions: Sequence[Attention]) -> dict[str, Heads]:

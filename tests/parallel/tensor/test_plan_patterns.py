@@ -146,12 +146,12 @@ def test_unknown_style_is_refused_with_all_of_them():
     ],
 )
 def test_module_that_cannot_take_a_style_is_refused(pattern, style, kind):
-    assert f"a {kind}, the style '{style}', which is for" in refused({pattern: style})
+    assert f"({kind}) the style '{style}', which is for" in refused({pattern: style})
 
 
 def test_conv1d_is_no_head():
     root = Root(head=hf.pytorch_utils.Conv1D(WORDS, WIDTH))
-    assert "a Conv1D, the style 'vocab'" in refused({"head": "vocab"}, root)
+    assert "head (Conv1D) the style 'vocab'" in refused({"head": "vocab"}, root)
 
 
 def test_weights_that_are_not_a_layers_own_are_refused():

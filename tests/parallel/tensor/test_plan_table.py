@@ -48,6 +48,8 @@ def test_sections_and_reasons_are_told():
     fused = "weight 24x16 of 48x16 in 3 sections, bias 24 of 48 in 3 sections"
     assert f"layers.{{0..1}}.attn.c_attn  fused_qkv  {fused}" in lines
     assert "position                   whole      weight 24x16: no rule or pattern covers it" in lines
+    given = table(root, given={"*.c_attn": "colwise"})
+    assert any("c_attn  colwise" in line and line.endswith("would give each rank whole heads") for line in given)
     whole = table(stack(lambda: SwiGLUBlock(wide=33)))
     assert "layers.{0..1}.feed_forward  replicated  whole: its 33 features are no multiple of 2" in whole
 
@@ -57,7 +59,9 @@ def test_bytes_of_split_parameters_and_of_whole_ones():
     root.head.weight = root.embed.weight
     of = 4 * (2 * (3 * 64 * WIDTH + 2 * 64) + WORDS * WIDTH + WORDS)
     whole = 4 * 2 * 2 * WIDTH  # norms and row biases
-    *_, first, second = table(root)
+    *_, first, second = lines = table(root)
+    last = "these are totals of the whole model, whose stages are on 3 pipeline ranks"
+    assert plan_table(root, plan(root), 2, pipeline=3).splitlines() == [*lines, last]
     assert first == f"split over 2 ranks: {of / 2048:.1f} KiB a rank of {of / 1024:.1f} KiB"
     assert second == f"replicated: {whole} B on every rank"
 

@@ -141,7 +141,7 @@ def _linear(outline: Outline, name: str, style: str) -> Matrix:
 def _cannot(outline: Outline, name: str, style: str, needed: str) -> ValueError:
     kind = type(outline.modules[name]).__name__
     return ValueError(
-        f"tensor_parallel_plan gives {name or 'the model'}, a {kind}, the style {style!r}, which is for {needed}. "
+        f"tensor_parallel_plan gives {name or 'the model'} ({kind}) the style {style!r}, which is for {needed}. "
         "Choose another style, or a pattern that does not match it."
     )
 
