@@ -1,5 +1,9 @@
 """The automatic plan on models of transformers, with their plans and without."""
 
+import ast
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import transformers as hf
@@ -198,3 +202,12 @@ def test_styles_are_of_modules_that_exist_and_of_sizes_that_fit():
         for name, split in assignment.splits.items():
             assert root.get_submodule(assignment.module).get_parameter(name).shape[split.dim] == split.length
     assert len(blocks_of(root)) == 2
+
+
+def test_the_plan_that_the_documentation_writes_out_is_the_automatic_one_of_a_llama():
+    text = (Path(__file__).parents[3] / "docs" / "tensor.md").read_text()
+    given = ast.literal_eval(re.search(r"^plan = (\{.*?^\})", text, flags=re.MULTILINE | re.DOTALL)[1])
+    with torch.device("meta"):
+        root = Root(net=hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=24, hidden_size=16, intermediate_size=40)))
+    sizes = {"size": 2, "sequence_parallel": True}
+    assert plan(root, given=given, **sizes) == plan(root, **sizes)
