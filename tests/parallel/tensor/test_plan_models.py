@@ -208,6 +208,6 @@ def test_the_plan_that_the_documentation_writes_out_is_the_automatic_one_of_a_ll
     text = (Path(__file__).parents[3] / "docs" / "tensor.md").read_text()
     given = ast.literal_eval(re.search(r"^plan = (\{.*?^\})", text, flags=re.MULTILINE | re.DOTALL)[1])
     with torch.device("meta"):
-        root = Root(net=hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=24, hidden_size=16, intermediate_size=40)))
+        root = Root(net=hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED)))
     sizes = {"size": 2, "sequence_parallel": True}
     assert plan(root, given=given, **sizes) == plan(root, **sizes)
