@@ -22,8 +22,11 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import LBFGS, Adafactor, Muon, Optimizer
 
 from lightning_hybrid.compat import sync_batchnorm
+from lightning_hybrid.parallel.blocks import block_names, find_block_lists
 from lightning_hybrid.parallel.mesh import Layout
 from lightning_hybrid.parallel.tensor.assignment import STYLES
+from lightning_hybrid.parallel.tensor.install import SHOWN
+from lightning_hybrid.parallel.tensor.plan import make_plan
 
 SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved_1f1b")
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "64-true")
@@ -166,8 +169,8 @@ def check_module(module: LightningModule, layout: Layout, options: Mapping[str, 
         )
 
 
-def check_before_launch(trainer: Trainer) -> None:
-    """Refuse what can be seen before any process is started.
+def check_before_launch(trainer: Trainer, options: Mapping[str, Any]) -> None:
+    """Refuse what can be seen before any process is started: one error instead of one from each.
 
     Raises:
         ValueError: Naming the feature and the way out.
@@ -176,6 +179,18 @@ def check_before_launch(trainer: Trainer) -> None:
     check_steps(trainer.lightning_module)
     if trainer.state.fn == TrainerFn.FITTING:
         check_trainer(trainer)
+    if options.get("tensor_parallel_size", 1) > 1:
+        _check_plan(trainer.lightning_module, options)
+
+
+def _check_plan(module: LightningModule, options: Mapping[str, Any]) -> None:
+    """Refuse a plan that cannot be; that of a model which is yet to be made, or is split, is not known here."""
+    made_later = type(module).configure_model is not LightningModule.configure_model
+    if made_later or any(SHOWN in vars(child) for child in module.modules()):
+        return
+    blocks = block_names(module, find_block_lists(module, options["pipeline_layers"]))
+    size, plan = options["tensor_parallel_size"], options["tensor_parallel_plan"]
+    make_plan(module, blocks, size, plan, sequence_parallel=bool(options["sequence_parallel"]))
 
 
 def check_steps(module: LightningModule) -> None:

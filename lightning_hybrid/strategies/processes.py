@@ -78,7 +78,7 @@ class ProcessStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         check_world(self.cluster_environment, self.num_processes, self.num_nodes, self.options)
         if trainer is not None and self.num_nodes * self.num_processes > 1:
-            check_before_launch(trainer)
+            check_before_launch(trainer, self.options)
         if trainer is not None and self.num_nodes * self.num_processes > 1:
             self.signals = Signals()
             self.signals.install(trainer)

@@ -43,6 +43,19 @@ def test_processes_that_are_not_those_of_the_trainer_are_refused_before_any_grou
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [({"nothing": "colwise"}, "'nothing', which matches no module"), ({"linear": "colwise"}, "4 does not divide|6.*4|4.*6")],
+)
+def test_plans_that_cannot_be_are_refused_before_any_process_is_started(plan, message):
+    strategy = hybrid(1, 1, 1, tensor_parallel_size=4, tensor_parallel_plan=plan)
+    trainer = Trainer(accelerator="cpu", devices=4, strategy=strategy, logger=False)
+    with pytest.raises(ValueError, match=message) as caught:
+        trainer.fit(Small(), loader(8, 4))
+    assert "\n" not in str(caught.value)
+    assert not dist.is_initialized()
+
+
 def other_size():
     os.environ.update(TORCHRUN, WORLD_SIZE="4")
     with pytest.raises(ValueError, match=r"Whoever made the process group started 2 processes and .* asks for 4"):
