@@ -45,7 +45,7 @@ def test_processes_that_are_not_those_of_the_trainer_are_refused_before_any_grou
 
 @pytest.mark.parametrize(
     ("plan", "message"),
-    [({"nothing": "colwise"}, "'nothing', which matches no module"), ({"linear": "colwise"}, "4 does not divide|6.*4|4.*6")],
+    [({"nothing": "colwise"}, "'nothing', which matches no module"), ({"linear": "colwise"}, "4.*6|6.*4")],
 )
 def test_plans_that_cannot_be_are_refused_before_any_process_is_started(plan, message):
     strategy = hybrid(1, 1, 1, tensor_parallel_size=4, tensor_parallel_plan=plan)
