@@ -169,6 +169,7 @@ def laid_out():
     return ground.runs, [assignment.module for assignment in ground.assignments], said
 
 
+@pytest.mark.filterwarnings("ignore:tensor_parallel_size=. splits nothing")
 @pytest.mark.parametrize(("size", "runs"), [(2, [BLOCKS]), (4, [BLOCKS[:2], BLOCKS[2:]])])
 def test_the_layout_and_the_tensor_plan_are_shown_once(size, runs):
     for found, modules, said in run_ranks(size, laid_out):
