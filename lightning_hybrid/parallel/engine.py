@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_hybrid.functional.lowering import lower
 from lightning_hybrid.functional.schedules import Action, Kind, choose, forward_only
 from lightning_hybrid.parallel.cut import StageCut
-from lightning_hybrid.parallel.data_parallel import DataParallel, Replicated, Sharded, broadcast_value
+from lightning_hybrid.parallel.data_parallel import DataParallel, Replicated, broadcast_value
 from lightning_hybrid.parallel.executor import Event, Executor, Step, Work
 from lightning_hybrid.parallel.gradients import sum_gradients
 from lightning_hybrid.parallel.mesh import Mesh
@@ -23,9 +23,10 @@ from lightning_hybrid.parallel.plan import Needs, Plan
 from lightning_hybrid.parallel.probe import probe
 from lightning_hybrid.parallel.probe_run import ProbeRun
 from lightning_hybrid.parallel.run import Result, StageRun
+from lightning_hybrid.parallel.sharding import Sharded
 from lightning_hybrid.parallel.streams import Streams
 from lightning_hybrid.parallel.tensor.parallel import TensorParallel
-from lightning_hybrid.parallel.tensor.regions import bypass_sharding
+from lightning_hybrid.parallel.zero import Zero, dry_run
 
 REMEMBERED = 1024
 """Structures and shapes whose plans are kept, those used last; ranks of a replica see the same ones."""
@@ -40,7 +41,7 @@ class Engine:
         mesh: Groups of this rank.
         schedule: "auto", "gpipe", "1f1b" or "interleaved_1f1b".
         num_chunks: Stages of each rank.
-        zero_stage: 0 or 1.
+        zero: How states are sharded over the data axis.
         seed: Base of all random numbers drawn in steps; the same on every rank.
         tensor: What tensor parallelism has made of the model; None on a tensor axis of one rank.
 
@@ -57,7 +58,7 @@ class Engine:
         *,
         schedule: str,
         num_chunks: int,
-        zero_stage: int,
+        zero: Zero,
         seed: int,
         tensor: TensorParallel | None = None,
     ) -> None:
@@ -65,9 +66,11 @@ class Engine:
         self.num_stages = mesh.layout.pipeline * num_chunks
         self.num_samples = 1
         self.executor = Executor(mesh, self.num_stages)
-        self.data: DataParallel = Replicated(cut, root, mesh)
+        self.data: DataParallel = Replicated(cut, root, mesh, reduce_dtype=zero.reduce_dtype)
         self.ownership: Ownership | None = None
-        self._zero_stage, self.seed = zero_stage, seed
+        self._zero, self.seed = zero, seed
+        self._reads = zero.watch(root, mesh)
+        self._whole: dict[str, nn.Parameter] | None = None
         self._plans: dict[Hashable, dict[int, Plan]] = {}
         self._runs: dict[tuple[int, int], StageRun] = {}
         self._needs: dict[int, Needs] = {}
@@ -94,12 +97,38 @@ class Engine:
         if self.cut is None:
             return [{0: Plan(key)} for key in step.keys]
         plans = []
-        for index, key in enumerate(step.keys):
-            plans.append(self._plans.pop(key) if key in self._plans else self._probe(step, index, training))
-            self._plans[key] = plans[-1]  # at the end, as the one used last
+        with self.apart(step) if training else nullcontext():
+            for index, key in enumerate(step.keys):
+                plans.append(self._plans.pop(key) if key in self._plans else self._probe(step, index, training))
+                self._plans[key] = plans[-1]  # at the end, as the one used last
         for key in list(self._plans)[:-REMEMBERED]:
             del self._plans[key]
         return plans
+
+    def apart(self, step: Step) -> AbstractContextManager[None]:
+        """Context in which this replica's forward passes may differ from others'; all replicas enter it together.
+
+        Args:
+            step: What this replica is going to run; without keys if that is nothing.
+        """
+        new = self.cut is not None and any(key not in self._plans for key in step.keys)
+        return self.data.apart(len(step.keys), wanted=new)
+
+    @property
+    def is_curious(self) -> bool:
+        """Whether `watch` wants to see a step before the first one is trained."""
+        return self._reads is not None and self.cut is None
+
+    def watch(self, step: Step) -> None:
+        """See in a dry run what a step reads. A pipeline's probes see it by the way."""
+        assert self._reads is not None
+
+        def call() -> None:
+            if self._is_shared:
+                self._start_streams(step, 0)
+            step.call(0)
+
+        dry_run(self.root, self.mesh.device, self._reads, self._tensor_step(), call)
 
     def recheck(self, step: Step, *, training: bool) -> None:
         """Probe a batch again whose loss is NaN: it may have taken a path that no probe saw.
@@ -108,8 +137,9 @@ class Engine:
             RuntimeError: If a value of another stage was used.
         """
         if self.cut is not None:
-            for index, key in enumerate(step.keys):
-                self._plans[key] = self._probe(step, index, training)
+            with self.data.apart(len(step.keys), wanted=True):
+                for index, key in enumerate(step.keys):
+                    self._plans[key] = self._probe(step, index, training)
             self.data.scatter()  # the optimizer is about to change the shards
 
     def settle(self) -> Ownership | None:
@@ -123,12 +153,11 @@ class Engine:
         if self.cut is not None:
             self.ownership = settle(self.cut, self.mesh, self._needs)
         else:
-            self.ownership = Ownership({name: (0,) for name, _ in self.root.named_parameters()}, {}, {}, [])
-        if self._zero_stage > 0 and self.mesh.layout.data > 1:
-            self.data = Sharded(self.cut, self.root, self.mesh)
-            bypass_sharding(self.root)
-            if self.cut is not None:
-                self.cut.refresh()
+            self.ownership = Ownership({name: (0,) for name, _ in self.root.named_parameters()}, {}, {}, {}, [])
+        if self._zero.shards(self.mesh):
+            self.data = self._zero.shard(self.root, self.cut, self.mesh, self.ownership.callers, self._reads)
+        self._reads = None
+        self._whole = dict(self.root.named_parameters())
         return self.ownership
 
     def train(
@@ -165,7 +194,7 @@ class Engine:
             self.data.finish()
             self.sum_deferred_gradients()
             if self.cut is not None and self.ownership is not None:
-                self.ownership.sum_shared_gradients(self.cut)
+                self.ownership.sum_shared_gradients(self.cut, self.mesh.device)
 
     def evaluate(self, step: Step, plans: list[dict[int, Plan]], take: Callable[[int, Any], None]) -> None:
         """Run forward only; `take` gets each micro-batch's output on the last stage."""
@@ -189,9 +218,14 @@ class Engine:
                 self._start_streams(step, 0)
             return step.call(0)
 
-    def prepare_evaluation(self) -> None:
-        """Gather parameters, and give all replicas the buffers of the first, as its checkpoint has them."""
-        self.data.gather()
+    def prepare_evaluation(self, *, is_regular: bool) -> None:
+        """Gather parameters, and give all replicas the buffers of the first, as its checkpoint has them.
+
+        Args:
+            is_regular: Each step calls the model as often as other replicas' do, so that stage 3 can gather on the way.
+        """
+        if self._zero.stage < 3 or not is_regular:
+            self.data.gather()
         if self.mesh.layout.data > 1:
             with torch.no_grad():
                 for buffer in self.root.buffers():
@@ -209,16 +243,16 @@ class Engine:
 
     def local_parameters(self) -> list[nn.Parameter]:
         """The parameters that are on this rank, in the model's order."""
-        return list(self.root.parameters())
+        return self.data.held_parameters()
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The same by name, shared ones once."""
-        return self.cut.parameters if self.cut is not None else dict(self.root.named_parameters())
+        if self.cut is not None:
+            return self.cut.parameters
+        return dict(self.root.named_parameters()) if self._whole is None else self._whole
 
     def counted_parameters(self) -> list[nn.Parameter]:
         """Those that this rank counts in a norm: over the world, each parameter, slice or shard of one exactly once."""
-        if isinstance(self.data, Replicated) and self.mesh.data_rank > 0:
-            return []
         return [parameter for name, parameter in self.named_parameters().items() if self._counts(name)]
 
     def deferred_parameters(self) -> list[nn.Parameter]:
@@ -229,9 +263,13 @@ class Engine:
     def sum_deferred_gradients(self) -> None:
         """Sum over the tensor axis what `deferred_parameters` have, in at least float32; its ranks call it together."""
         if self.tensor is not None:
-            sum_gradients(self.deferred_parameters(), self.mesh.tensor_group, at_least=torch.float32)
+            group, device = self.mesh.tensor_group, self.mesh.device
+            sum_gradients(self.deferred_parameters(), group, at_least=torch.float32, device=device)
 
     def _counts(self, name: str) -> bool:
+        is_sharded = isinstance(self.data, Sharded) and name in self.data.sharded
+        if (self.mesh.replicate_rank if is_sharded else self.mesh.data_rank) > 0:
+            return False
         is_split = self.tensor is not None and name in self.tensor.splits
         owns = self.ownership is None or self.cut is None or self.ownership.owner(name) == self.mesh.pipeline_rank
         return owns and (is_split or self.mesh.tensor_rank == 0)
@@ -255,7 +293,7 @@ class Engine:
             self._start_streams(step, index)
             return self.data.step(lambda: run.run(lambda: step.call(index)))
 
-        with self._tensor_step():
+        with self._tensor_step(), self._reads or nullcontext():
             probed = probe(self.cut, self.mesh, step.keys[index], run_stage, training=training)
         if self.ownership is None:
             for stage, needs in probed.needs.items():

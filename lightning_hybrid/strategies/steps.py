@@ -89,6 +89,8 @@ class StepRunner:
         recorder, counts = self._recorder(), Counts()
         share = Shares(self.engine.mesh, sizes, accumulate)
         step = self._step("training_step", parts, sizes, args, context, recorder, name)
+        if self.engine.is_curious:
+            self.engine.watch(self._step("training_step", parts, sizes, args, context, self._recorder(), name))
         plans = self.engine.prepare(step, training=True)
         on_planned()
         weighted = bool(plans) and all(plan.weighted for of_stage in plans for plan in of_stage.values())
@@ -151,11 +153,12 @@ class StepRunner:
         """
         recorder = self._recorder()
         self.engine.num_samples = 0
-        if counts:
-            parts, sizes = self._split(args[0], hook)
-            step = self._step(hook, parts, sizes, args, context, recorder, name)
-            plans = self.engine.prepare(step, training=False)
-            self.engine.evaluate(step, plans, lambda i, output: self._record_outputs(recorder, output, sizes[i]))
+        parts, sizes = self._split(args[0], hook) if counts else ([], [])
+        step = self._step(hook, parts, sizes, args, context, recorder, name)
+        with self.engine.apart(step):
+            if counts:
+                plans = self.engine.prepare(step, training=False)
+                self.engine.evaluate(step, plans, lambda i, output: self._record_outputs(recorder, output, sizes[i]))
         combined = self._heed_signals(hook, recorder)
         self._replay(combined, on_step=False)
         values = {**outputs(combined), **((self._whole or {}) if counts else {})}
@@ -179,12 +182,13 @@ class StepRunner:
             counts: False where the replica has no more data.
             indices: Numbers of this replica's samples, if known.
         """
-        recorder, outputs, sizes = self._recorder(), dict[int, Any](), list[int]()
-        if counts:
-            parts, sizes = self._split(args[0], "predict_step")
-            step = self._step("predict_step", parts, sizes, args, context, recorder, name)
-            plans = self.engine.prepare(step, training=False)
-            self.engine.evaluate(step, plans, outputs.__setitem__)
+        recorder, outputs = self._recorder(), dict[int, Any]()
+        parts, sizes = self._split(args[0], "predict_step") if counts else ([], [])
+        step = self._step("predict_step", parts, sizes, args, context, recorder, name)
+        with self.engine.apart(step):
+            if counts:
+                plans = self.engine.prepare(step, training=False)
+                self.engine.evaluate(step, plans, outputs.__setitem__)
         own = share_of([outputs[i] for i in range(len(sizes))], sizes, indices) if outputs else None
         if own is not None and recorder.entries:
             own.value = ValueError(
@@ -209,7 +213,11 @@ class StepRunner:
         custom = getattr(self.module, "split_batch", None)
         if custom is None and (usable > 1 or wanted != 1 or layout.data > 1):
             check_visible(batch)
+        if hook == "training_step" and wanted > 1:
+            usable, _ = self.engine.data.spread(usable)
         parts = list(custom(batch, usable)) if callable(custom) else split_batch(batch, usable)
+        if hook == "training_step" and callable(custom):
+            check_even(*self.engine.data.spread(len(parts)))
         self._whole = {} if pipeline == 1 and len(parts) == 1 else None
         return parts, [batch_size(part) for part in parts]
 

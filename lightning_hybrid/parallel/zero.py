@@ -1,0 +1,88 @@
+"""What the keywords ask of data parallelism, and a model sharded accordingly once it is known who reads what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_hybrid.parallel.cut import StageCut, ancestors_of, outside_modules
+from lightning_hybrid.parallel.mesh import Mesh
+from lightning_hybrid.parallel.probe_run import uncompiled
+from lightning_hybrid.parallel.reads import ReadWatch
+from lightning_hybrid.parallel.sharding import Sharded
+from lightning_hybrid.parallel.snapshot import Snapshot
+from lightning_hybrid.parallel.tensor.regions import bypass_sharding
+from lightning_hybrid.parallel.units import choose_units
+
+
+@dataclass(frozen=True)
+class Zero:
+    """How states are spread over the data axis.
+
+    Attributes:
+        stage: 0 to 3; 0 shards nothing.
+        blocks: Names of the model's blocks.
+        reduce_dtype: Type in which gradients are summed; None takes each parameter's own.
+        offload: Shards live in host memory, also those of one replica.
+    """
+
+    stage: int = 0
+    blocks: Sequence[str] = ()
+    reduce_dtype: torch.dtype | None = None
+    offload: bool = False
+
+    def shards(self, mesh: Mesh) -> bool:
+        """Whether anything is sharded or moved."""
+        return self.stage > 0 and (mesh.layout.data > 1 or self.offload)
+
+    def watch(self, root: nn.Module, mesh: Mesh) -> ReadWatch | None:
+        """What finds modules that are read past their calls, where that matters."""
+        if self.stage < 2 or not self.shards(mesh):
+            return None
+        beside = outside_modules(root, ancestors_of(self.blocks), set(self.blocks)) if self.stage == 3 else []
+        return ReadWatch(root, [*self.blocks, *beside])
+
+    def shard(
+        self,
+        root: nn.Module,
+        cut: StageCut | None,
+        mesh: Mesh,
+        callers: Mapping[str, Sequence[int]],
+        reads: ReadWatch | None,
+    ) -> Sharded:
+        """Shard the model in place; all replicas call it together.
+
+        Args:
+            root: The model.
+            cut: This rank's view of it; None without a pipeline.
+            mesh: Groups of this rank.
+            callers: Of modules beside the blocks, the stages that call them.
+            reads: What the watch has found.
+        """
+        units = choose_units(root, cut, self.blocks, zero_stage=self.stage, callers=callers)
+        if reads is not None:
+            everyone: list[Any] = [None] * mesh.layout.data
+            dist.all_gather_object(everyone, reads.found, group=mesh.data_group)
+            units = [unit for unit in units if unit.name not in set().union(*everyone)]
+        sharded = Sharded(
+            root, mesh, units, zero_stage=self.stage, reduce_dtype=self.reduce_dtype, offload=self.offload
+        )
+        bypass_sharding(root)
+        if cut is not None:
+            cut.refresh()
+        return sharded
+
+
+def dry_run(
+    root: nn.Module, device: torch.device, reads: ReadWatch, surroundings: AbstractContextManager[None],
+    call: Callable[[], object],
+) -> None:
+    """Run a step once for what it reads; the model, its metrics and random streams are as before afterwards."""
+    with Snapshot(root, device), surroundings, uncompiled(), reads:
+        call()
