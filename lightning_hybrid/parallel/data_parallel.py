@@ -165,3 +165,11 @@ def broadcast_value(tensor: Tensor, source: int, group: Any = None) -> None:
     dist.broadcast(raw, source, group=group)
     if whole.data_ptr() != tensor.data_ptr():
         tensor.copy_(whole)
+
+
+def broadcast_buffers(root: nn.Module, mesh: Mesh) -> None:
+    """Give all replicas the buffers of the first."""
+    if mesh.layout.data > 1:
+        with torch.no_grad():
+            for buffer in root.buffers():
+                broadcast_value(buffer, mesh.data_ranks[0], mesh.data_group)

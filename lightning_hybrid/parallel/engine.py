@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -12,24 +12,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.functional.lowering import lower
-from lightning_hybrid.functional.schedules import Action, Kind, choose, forward_only
+from lightning_hybrid.functional.schedules import Kind, choose, forward_only
 from lightning_hybrid.parallel.cut import StageCut
-from lightning_hybrid.parallel.data_parallel import DataParallel, Replicated, broadcast_value
+from lightning_hybrid.parallel.data_parallel import DataParallel, Replicated, broadcast_buffers
 from lightning_hybrid.parallel.executor import Event, Executor, Step, Work
 from lightning_hybrid.parallel.gradients import sum_gradients
 from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.ownership import Ownership, settle
-from lightning_hybrid.parallel.plan import Needs, Plan
-from lightning_hybrid.parallel.probe import probe
+from lightning_hybrid.parallel.plan import Plan
+from lightning_hybrid.parallel.planner import Planner
 from lightning_hybrid.parallel.probe_run import ProbeRun
 from lightning_hybrid.parallel.run import Result, StageRun
 from lightning_hybrid.parallel.sharding import Sharded
 from lightning_hybrid.parallel.streams import Streams
 from lightning_hybrid.parallel.tensor.parallel import TensorParallel
 from lightning_hybrid.parallel.zero import Zero, dry_run
-
-REMEMBERED = 1024
-"""Structures and shapes whose plans are kept, those used last; ranks of a replica see the same ones."""
 
 
 class Engine:
@@ -71,16 +68,11 @@ class Engine:
         self._zero, self.seed = zero, seed
         self._reads = zero.watch(root, mesh)
         self._whole: dict[str, nn.Parameter] | None = None
-        self._plans: dict[Hashable, dict[int, Plan]] = {}
+        self._planner = Planner(cut, mesh, self._run_probe, self._around_probe) if cut is not None else None
         self._runs: dict[tuple[int, int], StageRun] = {}
-        self._needs: dict[int, Needs] = {}
-        self._program = cache(lambda m: self._lower(choose(schedule, mesh.layout.pipeline, m, num_chunks)))
-        self._forward_program = cache(lambda m: self._lower(forward_only(mesh.layout.pipeline, m, num_chunks)))
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank owns the last stage."""
-        return self.mesh.pipeline_rank == self.mesh.layout.pipeline - 1
+        size = mesh.layout.pipeline
+        self._program = cache(lambda m: lower(choose(schedule, size, m, num_chunks), self.num_stages))
+        self._forward_program = cache(lambda m: lower(forward_only(size, m, num_chunks), self.num_stages))
 
     @property
     def is_partial(self) -> bool:
@@ -94,16 +86,10 @@ class Engine:
 
     def prepare(self, step: Step, *, training: bool) -> list[dict[int, Plan]]:
         """Plans of each micro-batch; structures and shapes not met before are probed."""
-        if self.cut is None:
+        if self._planner is None:
             return [{0: Plan(key)} for key in step.keys]
-        plans = []
         with self.apart(step) if training else nullcontext():
-            for index, key in enumerate(step.keys):
-                plans.append(self._plans.pop(key) if key in self._plans else self._probe(step, index, training))
-                self._plans[key] = plans[-1]  # at the end, as the one used last
-        for key in list(self._plans)[:-REMEMBERED]:
-            del self._plans[key]
-        return plans
+            return self._planner.prepare(step, training=training)
 
     def apart(self, step: Step) -> AbstractContextManager[None]:
         """Context in which this replica's forward passes may differ from others'; all replicas enter it together.
@@ -111,24 +97,21 @@ class Engine:
         Args:
             step: What this replica is going to run; without keys if that is nothing.
         """
-        new = self.cut is not None and any(key not in self._plans for key in step.keys)
+        new = self._planner is not None and not self._planner.knows(step)
         return self.data.apart(len(step.keys), wanted=new)
 
-    @property
-    def is_curious(self) -> bool:
-        """Whether `watch` wants to see a step before the first one is trained."""
-        return self._reads is not None and self.cut is None
+    def watch(self, make_step: Callable[[], Step]) -> None:
+        """See in a dry run what the first step to train reads, if that matters; a pipeline's probes see it by the way.
 
-    def watch(self, step: Step) -> None:
-        """See in a dry run what a step reads. A pipeline's probes see it by the way."""
-        assert self._reads is not None
-
-        def call() -> None:
-            if self._is_shared:
-                self._start_streams(step, 0)
-            step.call(0)
-
-        dry_run(self.root, self.mesh.device, self._reads, self._tensor_step(), call)
+        Args:
+            make_step: Makes a step whose records nobody looks at.
+        """
+        if self._reads is not None and self.cut is None:
+            step = make_step()
+            with self._surroundings(), dry_run(self.root, self.mesh.device, self._reads):
+                if self._is_shared:
+                    self._start_streams(step, 0)
+                step.call(0)
 
     def recheck(self, step: Step, *, training: bool) -> None:
         """Probe a batch again whose loss is NaN: it may have taken a path that no probe saw.
@@ -136,10 +119,9 @@ class Engine:
         Raises:
             RuntimeError: If a value of another stage was used.
         """
-        if self.cut is not None:
+        if self._planner is not None:
             with self.data.apart(len(step.keys), wanted=True):
-                for index, key in enumerate(step.keys):
-                    self._plans[key] = self._probe(step, index, training)
+                self._planner.renew(step, training=training)
             self.data.scatter()  # the optimizer is about to change the shards
 
     def settle(self) -> Ownership | None:
@@ -150,8 +132,8 @@ class Engine:
         """
         if self.ownership is not None:
             return None
-        if self.cut is not None:
-            self.ownership = settle(self.cut, self.mesh, self._needs)
+        if self.cut is not None and self._planner is not None:
+            self.ownership = settle(self.cut, self.mesh, self._planner.needs)
         else:
             self.ownership = Ownership({name: (0,) for name, _ in self.root.named_parameters()}, {}, {}, {}, [])
         if self._zero.shards(self.mesh):
@@ -208,7 +190,7 @@ class Engine:
             return result
 
         with self._surroundings():
-            self.executor.run(Work(program, plans, forward_and_take, _no_seed, lambda _: None, _nothing, _nothing))
+            self.executor.run(Work(program, plans, forward_and_take))
         self._runs.clear()
 
     def run_whole(self, step: Step) -> Any:
@@ -226,10 +208,7 @@ class Engine:
         """
         if self._zero.stage < 3 or not is_regular:
             self.data.gather()
-        if self.mesh.layout.data > 1:
-            with torch.no_grad():
-                for buffer in self.root.buffers():
-                    broadcast_value(buffer, self.mesh.data_ranks[0], self.mesh.data_group)
+        broadcast_buffers(self.root, self.mesh)
 
     def finish_evaluation(self) -> None:
         """Let go of gathered parameters."""
@@ -286,19 +265,14 @@ class Engine:
 
         return forward
 
-    def _probe(self, step: Step, index: int, training: bool) -> dict[int, Plan]:
-        assert self.cut is not None
+    def _run_probe(self, step: Step, index: int, run: ProbeRun) -> Result:
+        self._start_streams(step, index)
+        return self.data.step(lambda: run.run(lambda: step.call(index)))
 
-        def run_stage(run: ProbeRun) -> Result:
-            self._start_streams(step, index)
-            return self.data.step(lambda: run.run(lambda: step.call(index)))
-
+    @contextmanager
+    def _around_probe(self) -> Iterator[None]:
         with self._tensor_step(), self._reads or nullcontext():
-            probed = probe(self.cut, self.mesh, step.keys[index], run_stage, training=training)
-        if self.ownership is None:
-            for stage, needs in probed.needs.items():
-                self._needs.setdefault(stage, Needs()).add(needs)
-        return probed.plans
+            yield
 
     def _forget(self, stage: int, micro_batch: int) -> None:
         """After a backward pass nothing is recomputed any more."""
@@ -323,14 +297,3 @@ class Engine:
 
     def _start_streams(self, step: Step, micro_batch: int) -> None:
         Streams(self.mesh.device).seed(self.seed, *step.name, micro_batch, self.mesh.data_rank)
-
-    def _lower(self, schedule: list[list[Action]]) -> list[list[Action]]:
-        return lower(schedule, self.num_stages)
-
-
-def _nothing(stage: int, micro_batch: int) -> None:
-    """An evaluation has nothing to do around backward passes."""
-
-
-def _no_seed(micro_batch: int, output: Any) -> tuple[Tensor, float]:
-    raise AssertionError("an evaluation has no backward pass")

@@ -115,18 +115,14 @@ class Mesh:
             for p in range(layout.pipeline)
             for d in range(layout.data)
         ]
-        self.pipeline_ranks = next(ranks for ranks in pipelines if self.rank in ranks)
-        self.data_ranks = next(ranks for ranks in datas if self.rank in ranks)
-        self.tensor_ranks = next(ranks for ranks in tensors if self.rank in ranks)
+        self.pipeline_ranks, self.data_ranks, self.tensor_ranks = (
+            next(ranks for ranks in partition if self.rank in ranks) for partition in (pipelines, datas, tensors)
+        )
         self.pipeline_group = self.group(pipelines, "pipeline")
         self.data_group = self.group(datas, "data")
-        self.replicate_rank = self.data_rank // layout.shard
-        self.shard_group = self.replicate_group = self.data_group
-        if layout.replicate > 1:
-            size = layout.shard
-            self.shard_group = self.group((r[i : i + size] for r in datas for i in range(0, len(r), size)), "data shard")
-            self.replicate_group = self.group((r[i::size] for r in datas for i in range(size)), "data replicate")
         self.tensor_group = self.group(tensors, "tensor")
+        self.replicate_rank = self.data_rank // layout.shard
+        self.shard_group, self.replicate_group = self._groups_of_shards(datas)
         self.channels: dict[tuple[bool, int], dist.ProcessGroup] = {}
         for lower in range(layout.pipeline if layout.pipeline > 1 else 0):
             pairs = [[ranks[lower], ranks[(lower + 1) % layout.pipeline]] for ranks in pipelines]
@@ -143,6 +139,14 @@ class Mesh:
         mine = self._group_of(partition, name)
         assert mine is not None, "a partition covers every rank"
         return mine
+
+    def _groups_of_shards(self, datas: list[list[int]]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        size = self.layout.shard
+        if self.layout.replicate == 1:
+            return self.data_group, self.data_group
+        shards = [ranks[i : i + size] for ranks in datas for i in range(0, len(ranks), size)]
+        copies = [ranks[i::size] for ranks in datas for i in range(size)]
+        return self.group(shards, "data shard"), self.group(copies, "data replicate")
 
     def _group_of(self, disjoint: Iterable[list[int]], name: str) -> dist.ProcessGroup | None:
         mine = None

@@ -16,7 +16,9 @@ from lightning_hybrid.compat import storage_key
 from lightning_hybrid.functional.trees import leaves_of
 from lightning_hybrid.parallel.tensor.split_tensor import part_of
 
-METADATA = frozenset({"__get__", "size", "dim", "numel", "is_floating_point", "element_size", "stride", "is_contiguous"})
+METADATA = frozenset(
+    {"__get__", "size", "dim", "numel", "is_floating_point", "element_size", "stride", "is_contiguous"}
+)
 """Functions that look at no value; a value that `.data` or `.T` returns is seen where it is used."""
 
 

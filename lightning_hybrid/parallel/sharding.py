@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class Sharded:
 
     Args:
         root: The model; it is changed in place.
-        mesh: Groups of this rank; with `layout.replicate` above 1 slices are repeated (arXiv:2304.11277, section 3.2.2).
+        mesh: Groups of this rank; `replicate` of them may each hold all slices (arXiv:2304.11277, section 3.2.2).
         units: What is gathered together; the rest of the model is one unit more.
         zero_stage: 1, 2 or 3 (arXiv:1910.02054, section 5).
         reduce_dtype: Type in which gradients are summed and kept until then; None takes the parameters'.
@@ -224,7 +225,7 @@ class Sharded:
         for module in self._modules:
             module.set_modules_to_backward_prefetch([module])  # none but itself, which is gathered
         blocks = [(unit.stages, module) for unit, module in self._units if unit.is_block]
-        for (stages, module), (next_stages, following) in zip(blocks, blocks[1:], strict=False):
+        for (stages, module), (next_stages, following) in pairwise(blocks):
             if self._zero_stage == 3 and stages == next_stages:
                 module.set_modules_to_forward_prefetch([following])
                 following.set_modules_to_backward_prefetch([module])

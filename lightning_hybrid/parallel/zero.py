@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,10 +79,24 @@ class Zero:
         return sharded
 
 
-def dry_run(
-    root: nn.Module, device: torch.device, reads: ReadWatch, surroundings: AbstractContextManager[None],
-    call: Callable[[], object],
-) -> None:
-    """Run a step once for what it reads; the model, its metrics and random streams are as before afterwards."""
-    with Snapshot(root, device), surroundings, uncompiled(), reads:
-        call()
+def reduction_dtype(name: str, dtypes: Collection[torch.dtype]) -> torch.dtype | None:
+    """Type in which gradients are summed: the one that is named, or for "auto" float32 where parameters have 16 bits.
+
+    Args:
+        name: "auto", or a floating-point type of torch.
+        dtypes: The parameters' types.
+
+    Returns:
+        None where gradients are summed in their own type.
+    """
+    if name == "auto":
+        return torch.float32 if dtypes and all(dtype.itemsize == 2 for dtype in dtypes) else None
+    dtype: torch.dtype = getattr(torch, name)
+    return None if dtypes == {dtype} else dtype
+
+
+@contextmanager
+def dry_run(root: nn.Module, device: torch.device, reads: ReadWatch) -> Iterator[None]:
+    """Context of a step that is watched; the model, its metrics and random streams are as before afterwards."""
+    with Snapshot(root, device), uncompiled(), reads:
+        yield
