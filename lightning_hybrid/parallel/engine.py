@@ -43,6 +43,7 @@ class Engine:
         tensor: What tensor parallelism has made of the model; None on a tensor axis of one rank.
 
     Attributes:
+        planner: Keeps plans; None on a pipeline of one stage.
         num_samples: Samples of this replica's last batch.
         seed: Base of all random numbers drawn in steps.
     """
@@ -68,7 +69,7 @@ class Engine:
         self._zero, self.seed = zero, seed
         self._reads = zero.watch(root, mesh)
         self._whole: dict[str, nn.Parameter] | None = None
-        self._planner = Planner(cut, mesh, self._run_probe, self._around_probe) if cut is not None else None
+        self.planner = Planner(cut, mesh, self._run_probe, self._around_probe) if cut is not None else None
         self._runs: dict[tuple[int, int], StageRun] = {}
         size = mesh.layout.pipeline
         self._program = cache(lambda m: lower(choose(schedule, size, m, num_chunks), self.num_stages))
@@ -86,10 +87,10 @@ class Engine:
 
     def prepare(self, step: Step, *, training: bool) -> list[dict[int, Plan]]:
         """Plans of each micro-batch; structures and shapes not met before are probed."""
-        if self._planner is None:
+        if self.planner is None:
             return [{0: Plan(key)} for key in step.keys]
         with self.apart(step) if training else nullcontext():
-            return self._planner.prepare(step, training=training)
+            return self.planner.prepare(step, training=training)
 
     def apart(self, step: Step) -> AbstractContextManager[None]:
         """Context in which this replica's forward passes may differ from others'; all replicas enter it together.
@@ -97,7 +98,7 @@ class Engine:
         Args:
             step: What this replica is going to run; without keys if that is nothing.
         """
-        new = self._planner is not None and not self._planner.knows(step)
+        new = self.planner is not None and not self.planner.knows(step)
         return self.data.apart(len(step.keys), wanted=new)
 
     def watch(self, make_step: Callable[[], Step]) -> None:
@@ -119,9 +120,9 @@ class Engine:
         Raises:
             RuntimeError: If a value of another stage was used.
         """
-        if self._planner is not None:
+        if self.planner is not None:
             with self.data.apart(len(step.keys), wanted=True):
-                self._planner.renew(step, training=training)
+                self.planner.renew(step, training=training)
             self.data.scatter()  # the optimizer is about to change the shards
 
     def settle(self) -> Ownership | None:
@@ -132,8 +133,8 @@ class Engine:
         """
         if self.ownership is not None:
             return None
-        if self.cut is not None and self._planner is not None:
-            self.ownership = settle(self.cut, self.mesh, self._planner.needs)
+        if self.cut is not None and self.planner is not None:
+            self.ownership = settle(self.cut, self.mesh, self.planner.needs)
         else:
             self.ownership = Ownership({name: (0,) for name, _ in self.root.named_parameters()}, {}, {}, {}, [])
         if self._zero.shards(self.mesh):

@@ -6,6 +6,9 @@ from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from functools import partial
 
+import torch
+import torch.distributed as dist
+
 from lightning_hybrid.parallel.cut import StageCut
 from lightning_hybrid.parallel.executor import Step
 from lightning_hybrid.parallel.mesh import Mesh
@@ -40,7 +43,21 @@ class Planner:
     ) -> None:
         self._cut, self._mesh, self._run, self._surroundings = cut, mesh, run, surroundings
         self._plans: dict[Hashable, dict[int, Plan]] = {}
+        self._trained = self._flags()
         self.needs: dict[int, Needs] = {}
+
+    def heed_frozen(self) -> None:
+        """Forget all plans if a parameter was frozen or thawed, on any stage; all ranks of a replica call it together.
+
+        What crosses to the next stage may need a gradient now, or none any more.
+        """
+        flags = self._flags()
+        differs = any(flags[name] != self._trained[name] for name in flags)
+        changed = torch.tensor(differs, dtype=torch.int32, device=self._mesh.device)
+        dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self._mesh.pipeline_group)
+        self._trained |= flags
+        if changed:
+            self._plans.clear()
 
     def knows(self, step: Step) -> bool:
         """Whether no micro-batch of a step has to be probed."""
@@ -60,6 +77,9 @@ class Planner:
         """Probe all micro-batches of a step again."""
         for index, key in enumerate(step.keys):
             self._plans[key] = self._probe(step, index, training)
+
+    def _flags(self) -> dict[str, bool]:
+        return {name: parameter.requires_grad for name, parameter in self._cut.parameters.items()}
 
     def _probe(self, step: Step, index: int, training: bool) -> dict[int, Plan]:
         run_stage = partial(self._run, step, index)
