@@ -131,6 +131,11 @@ class Mesh:
                 if group is not None:
                     self.channels[forward, lower] = group
 
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank owns the last stage."""
+        return self.pipeline_rank == self.layout.pipeline - 1
+
     def group(self, partition: Iterable[list[int]], name: str = "other") -> dist.ProcessGroup:
         """This rank's group out of a partition of the world. Every rank must call it with the same partition.
 

@@ -41,13 +41,14 @@ class ReadWatch(TorchFunctionMode):
         self._root, self._names = root, list(names)
         self.found: set[str] = set()
         self._running: Counter[str] = Counter()
-        self._owners: dict[int, str] = {}
+        self._owners: dict[int, set[str]] = {}
         self._hooks: list[Any] = []
 
     def __enter__(self) -> ReadWatch:
         for name in self._names:
             module = self._root.get_submodule(name)
-            self._owners |= {storage_key(parameter): name for parameter in module.parameters()}
+            for parameter in module.parameters():
+                self._owners.setdefault(storage_key(parameter), set()).add(name)
             self._hooks.append(module.register_forward_pre_hook(partial(self._start, name), prepend=True))
             self._hooks.append(module.register_forward_hook(partial(self._stop, name), always_call=True))
         super().__enter__()
@@ -76,9 +77,8 @@ class ReadWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _note(self, tensor: Tensor) -> None:
-        owner = self._owners.get(storage_key(tensor)) if tensor.layout is torch.strided else None
-        if owner is not None and not self._running[owner]:
-            self.found.add(owner)
+        owners = self._owners.get(storage_key(tensor), ()) if tensor.layout is torch.strided else ()
+        self.found.update(name for name in owners if not self._running[name])
 
     def _start(self, name: str, *_: Any) -> None:
         self._running[name] += 1

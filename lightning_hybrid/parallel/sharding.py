@@ -236,8 +236,8 @@ class Sharded:
         All of them count as trainable while it takes note of their types: some may be thawed later.
         """
         frozen = [p for p in self.sharded.values() if not p.requires_grad and p.is_floating_point()]
-        for parameter in frozen:
-            parameter.requires_grad_(True)
+        for shard in frozen:
+            shard.requires_grad_(True)
         with torch.no_grad():
             self._root(lambda: Result([], None))
             self._root.reshard()
@@ -247,8 +247,8 @@ class Sharded:
                     if name in self.sharded and not isinstance(parameter, DTensor) and parameter.requires_grad:
                         parameter.register_post_accumulate_grad_hook(partial(self._note, name))
                 module.reshard()
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+        for shard in frozen:
+            shard.requires_grad_(False)
 
     def _note(self, name: str, _: Tensor) -> None:
         self._present.add(name)

@@ -35,6 +35,7 @@ def choose_units(
     *,
     zero_stage: int,
     callers: Mapping[str, Collection[int]] | None = None,
+    excluded: Collection[str] = (),
 ) -> list[Unit]:
     """The units of one rank, blocks first and in order; all that is in none of them is one unit more, the root's.
 
@@ -48,6 +49,7 @@ def choose_units(
         blocks: Names of all blocks.
         zero_stage: 1, 2 or 3.
         callers: Of each module beside the blocks, the stages that call it; unused without a pipeline.
+        excluded: Modules whose parameters are read past their calls.
     """
     if zero_stage == 1 and cut is None:
         return []
@@ -56,7 +58,7 @@ def choose_units(
     def is_whole(name: str) -> bool:
         """Whether it has parameters, and shares none: what others hold too must be in the root's unit."""
         parameters = list(root.get_submodule(name).parameters())
-        return bool(parameters) and all(users[id(parameter)] == 1 for parameter in parameters)
+        return name not in excluded and bool(parameters) and all(users[id(p)] == 1 for p in parameters)
 
     if cut is None:
         units = [Unit(name, (ONLY_STAGE,)) for name in blocks]
@@ -66,13 +68,13 @@ def choose_units(
     if zero_stage < 3 or not units:
         return units
     least = min(_size(root, unit.name) for unit in units) / 2
-    seen = set[int]()
+    taken = set[int]()  # a module may have a second name, or be within another one
     for name in outside_modules(root, ancestors_of(blocks), set(blocks)):
         calling = [ONLY_STAGE] if cut is None else [s for s in (callers or {}).get(name, ()) if s in cut.stages]
-        module = id(root.get_submodule(name))
-        if module not in seen and calling and is_whole(name) and _size(root, name) >= least:
+        inside = {id(parameter) for parameter in root.get_submodule(name).parameters()}
+        if calling and is_whole(name) and not taken & inside and _size(root, name) >= least:
             units.append(Unit(name, tuple(calling), is_block=False))
-        seen.add(module)
+            taken |= inside
     return units
 
 

@@ -65,11 +65,11 @@ class Zero:
             callers: Of modules beside the blocks, the stages that call them.
             reads: What the watch has found.
         """
-        units = choose_units(root, cut, self.blocks, zero_stage=self.stage, callers=callers)
+        everyone: list[Any] = [set()] * mesh.layout.data
         if reads is not None:
-            everyone: list[Any] = [None] * mesh.layout.data
             dist.all_gather_object(everyone, reads.found, group=mesh.data_group)
-            units = [unit for unit in units if unit.name not in set().union(*everyone)]
+        excluded = set().union(*everyone)
+        units = choose_units(root, cut, self.blocks, zero_stage=self.stage, callers=callers, excluded=excluded)
         sharded = Sharded(
             root, mesh, units, zero_stage=self.stage, reduce_dtype=self.reduce_dtype, offload=self.offload
         )
