@@ -52,9 +52,6 @@ class DataParallel(Protocol):
     def scatter(self) -> None:
         """Let go of whole parameters, so that the next forward pass gathers what the optimizer has changed."""
 
-    def spread(self, number: int) -> tuple[int, int]:
-        """Least and most of a number of passes over the replicas, where they must all run equally many."""
-
     def apart(self, number: int, *, wanted: bool) -> AbstractContextManager[None]:
         """Context in which replicas may run different forward passes, and other numbers of them."""
 
@@ -115,10 +112,6 @@ class Replicated:
     def scatter(self) -> None:
         """Everything stays whole."""
 
-    def spread(self, number: int) -> tuple[int, int]:
-        """Replicas meet at the end of a window only."""
-        return number, number
-
     def apart(self, number: int, *, wanted: bool) -> AbstractContextManager[None]:
         """They always may."""
         return nullcontext()
@@ -165,6 +158,14 @@ def broadcast_value(tensor: Tensor, source: int, group: Any = None) -> None:
     dist.broadcast(raw, source, group=group)
     if whole.data_ptr() != tensor.data_ptr():
         tensor.copy_(whole)
+
+
+def maxima(mesh: Mesh, *numbers: int) -> list[int]:
+    """The largest value of each number over the replicas, which call it together."""
+    tensor = torch.tensor(numbers, device=mesh.device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=mesh.data_group)
+    largest: list[int] = tensor.tolist()
+    return largest
 
 
 def broadcast_buffers(root: nn.Module, mesh: Mesh) -> None:

@@ -43,6 +43,7 @@ class Engine:
         tensor: What tensor parallelism has made of the model; None on a tensor axis of one rank.
 
     Attributes:
+        zero: How states are sharded over the data axis.
         planner: Keeps plans; None on a pipeline of one stage.
         num_samples: Samples of this replica's last batch.
         seed: Base of all random numbers drawn in steps.
@@ -66,7 +67,7 @@ class Engine:
         self.executor = Executor(mesh, self.num_stages)
         self.data: DataParallel = Replicated(cut, root, mesh, reduce_dtype=zero.reduce_dtype)
         self.ownership: Ownership | None = None
-        self._zero, self.seed = zero, seed
+        self.zero, self.seed = zero, seed
         self._reads = zero.watch(root, mesh)
         self._whole: dict[str, nn.Parameter] | None = None
         self.planner = Planner(cut, mesh, self._run_probe, self._around_probe) if cut is not None else None
@@ -137,8 +138,8 @@ class Engine:
             self.ownership = settle(self.cut, self.mesh, self.planner.needs)
         else:
             self.ownership = Ownership({name: (0,) for name, _ in self.root.named_parameters()}, {}, {}, {}, [])
-        if self._zero.shards(self.mesh):
-            self.data = self._zero.shard(self.root, self.cut, self.mesh, self.ownership.callers, self._reads)
+        if self.zero.shards(self.mesh):
+            self.data = self.zero.shard(self.root, self.cut, self.mesh, self.ownership.callers, self._reads)
         self._reads = None
         self._whole = dict(self.root.named_parameters())
         return self.ownership
@@ -207,7 +208,7 @@ class Engine:
         Args:
             is_regular: Each step calls the model as often as other replicas' do, so that stage 3 can gather on the way.
         """
-        if self._zero.stage < 3 or not is_regular:
+        if self.zero.stage < 3 or not is_regular:
             self.data.gather()
         broadcast_buffers(self.root, self.mesh)
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.compat import is_view
 from lightning_hybrid.functional.trees import map_leaves
-from lightning_hybrid.parallel.data_parallel import Backwards
+from lightning_hybrid.parallel.data_parallel import Backwards, maxima
 from lightning_hybrid.parallel.gradients import sum_gradients
 from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.run import Result
@@ -168,13 +168,6 @@ class Sharded:
         if self._zero_stage == 3:
             self._root.set_reshard_after_forward(True)
 
-    def spread(self, number: int) -> tuple[int, int]:
-        """Least and most over the replicas, where all must run equally many passes; all of them call it together."""
-        if self._zero_stage == 1:
-            return number, number
-        least, most = self._maxima(-number, number)
-        return -least, most
-
     @contextmanager
     def apart(self, number: int, *, wanted: bool) -> Iterator[None]:
         """Context in which replicas may run different forward passes; all of them enter it together.
@@ -186,7 +179,7 @@ class Sharded:
         if self._zero_stage < 3 or self._is_gathered:
             yield
             return
-        least, most, any_wants = self._maxima(-number, number, int(wanted))
+        least, most, any_wants = maxima(self._mesh, -number, number, int(wanted))
         if not any_wants and -least == most:
             yield
             return
@@ -195,12 +188,6 @@ class Sharded:
             yield
         finally:
             self.scatter()
-
-    def _maxima(self, *numbers: int) -> list[int]:
-        tensor = torch.tensor(numbers, device=self._mesh.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._mesh.data_group)
-        maxima: list[int] = tensor.tolist()
-        return maxima
 
     def _set(self, module: FSDPModule, *, runs: bool, left: int) -> None:
         """Prepare one unit for the next backward pass.

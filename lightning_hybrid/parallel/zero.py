@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hybrid.parallel.cut import StageCut, ancestors_of, outside_modules
+from lightning_hybrid.parallel.data_parallel import maxima
 from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.probe_run import uncompiled
 from lightning_hybrid.parallel.reads import ReadWatch
@@ -40,6 +41,13 @@ class Zero:
     def shards(self, mesh: Mesh) -> bool:
         """Whether anything is sharded or moved."""
         return self.stage > 0 and (mesh.layout.data > 1 or self.offload)
+
+    def spread(self, number: int, mesh: Mesh) -> tuple[int, int]:
+        """Least and most over the replicas, where all must run equally many passes; they call it together."""
+        if self.stage < 2 or mesh.layout.data == 1:
+            return number, number
+        least, most = maxima(mesh, -number, number)
+        return -least, most
 
     def watch(self, root: nn.Module, mesh: Mesh) -> ReadWatch | None:
         """What finds modules that are read past their calls, where that matters."""
