@@ -43,7 +43,6 @@ class Engine:
         tensor: What tensor parallelism has made of the model; None on a tensor axis of one rank.
 
     Attributes:
-        zero: How states are sharded over the data axis.
         planner: Keeps plans; None on a pipeline of one stage.
         num_samples: Samples of this replica's last batch.
         seed: Base of all random numbers drawn in steps.
