@@ -8,8 +8,9 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from lightning_hybrid.callbacks import CommunicationLedger
 from lightning_hybrid.parallel.gradients import local
 from tests.launch import run_trainers
 from tests.small import WIDTH, Block, Small, fit, hybrid, loader, samples, trainer_of, weights
@@ -287,3 +288,48 @@ def uneven_splits():
 
 def test_parts_of_a_batch_that_differ_in_number_are_refused():
     assert run_trainers(2, uneven_splits) == [True, True]
+
+
+class Single(Model):
+    def __init__(self):
+        super().__init__()
+        self.float()
+
+
+def summed(cases):
+    """Types in which each collective over the replicas has run, and of the gradients that the optimizer saw."""
+    found = []
+    for stage, dtype in cases:
+        ledger, seen = CommunicationLedger(), Seen()
+        strategy = hybrid(1, zero_stage=stage, reduce_dtype=dtype)
+        dataset = TensorDataset(*(leaf.bfloat16() for leaf in samples(BATCHES * BATCH).tensors))
+        train = DataLoader(dataset, BATCH // 2, sampler=DistributedSampler(dataset, 2, dist.get_rank(), shuffle=False))
+        fit(Single(), train, strategy, callbacks=[ledger, seen], precision="bf16-true")
+        rows = [row for row in ledger.last if row.axis == "data" and row.dtype not in ("int32", "int64")]
+        found.append(({(row.collective, row.dtype) for row in rows}, seen.types))
+    return found
+
+
+class Seen(Callback):
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.types = {p.grad.dtype for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+
+
+def test_gradients_of_16_bits_are_summed_in_the_type_that_is_asked_for():
+    cases = [(0, "auto"), (1, "auto"), (2, "auto"), (3, "auto"), (0, "bfloat16"), (3, "bfloat16")]
+    for (stage, dtype), (rows, types) in zip(cases, run_trainers(2, summed, cases)[0], strict=True):
+        name = "float32" if dtype == "auto" else dtype
+        sums = {("all_reduce", name)} if stage == 0 else {("reduce_scatter", name), ("all_gather", "bfloat16")}
+        assert rows == sums, (stage, dtype)
+        assert types == {torch.bfloat16}
+
+
+def presets():
+    names = [f"hybrid_zero{stage}" for stage in STAGES]
+    return [weights(fit(Model(), loader(BATCHES * BATCH, BATCH, 2), name)) for name in names]
+
+
+def test_strategies_may_be_named():
+    expected = weights(fit(Model(), loader(BATCHES * BATCH, BATCH)))
+    for state in run_trainers(2, presets)[0]:
+        assert_close(state, expected, rtol=1e-9, atol=1e-12)
