@@ -177,7 +177,7 @@ class Engine:
             self.data.finish()
             self.sum_deferred_gradients()
             if self.cut is not None and self.ownership is not None:
-                self.ownership.sum_shared_gradients(self.cut, self.mesh.device)
+                self.ownership.sum_shared_gradients(self.cut)
 
     def evaluate(self, step: Step, plans: list[dict[int, Plan]], take: Callable[[int, Any], None]) -> None:
         """Run forward only; `take` gets each micro-batch's output on the last stage."""

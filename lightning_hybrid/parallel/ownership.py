@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -37,11 +36,11 @@ class Ownership:
         """The pipeline rank that counts and saves a parameter."""
         return self.holders[name][0]
 
-    def sum_shared_gradients(self, cut: StageCut, device: torch.device) -> None:
+    def sum_shared_gradients(self, cut: StageCut) -> None:
         """Sum the gradients of parameters that several stages hold, such as tied embeddings, over their holders."""
         for holders, group in self.groups.items():
             shared = [p for name, p in cut.parameters.items() if self.holders[name] == holders]
-            sum_gradients(shared, group, device=device)
+            sum_gradients(shared, group, device=cut.device)
 
 
 def settle(cut: StageCut, mesh: Mesh, needs: dict[int, Needs]) -> Ownership:
