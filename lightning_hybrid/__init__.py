@@ -20,6 +20,15 @@ StrategyRegistry.register(
     description="Pipeline x tensor x data parallelism for an unmodified LightningModule",
     override=True,
 )
+for _stage in (1, 2, 3):
+    StrategyRegistry.register(
+        f"hybrid_zero{_stage}",
+        HybridPTDPStrategy,
+        description=f"Data parallelism with ZeRO stage {_stage} for an unmodified LightningModule",
+        override=True,
+        pipeline_parallel_size=1,
+        zero_stage=_stage,
+    )
 for _kind in REFUSED:
     StrategyRegistry.register(
         f"{HybridPTDPStrategy.strategy_name}_{_kind}",

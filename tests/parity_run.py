@@ -24,6 +24,7 @@ class Layout(NamedTuple):
     data: int
     chunks: int
     tensor: int = 1
+    replicate: int = 1
 
     @property
     def world_size(self) -> int:
@@ -31,7 +32,8 @@ class Layout(NamedTuple):
 
     def __str__(self) -> str:
         sizes = f"{self.pipeline}x{self.data}x{self.chunks}"
-        return sizes if self.tensor == 1 else f"{sizes}-tensor{self.tensor}"
+        copies = f"-copies{self.replicate}" if self.replicate > 1 else ""
+        return f"{sizes}{copies}" if self.tensor == 1 else f"{sizes}{copies}-tensor{self.tensor}"
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ CASES = {
     "one-micro": Case((8, 7, 8), micro_batches=1),
     "weighted": Case((8, 7, 5), weighted=True),
     "window": Case((8, 6, 6, 6, 5), accumulate=2),
+    "long-window": Case((8, 6, 6, 6, 5, 8, 7), micro_batches=2, accumulate=3),
     "weighted-window": Case((8, 6, 6, 7, 5), accumulate=2, weighted=True),
 }
 
@@ -167,6 +170,7 @@ def _fit_row(row: Row) -> Outcome:
         num_microbatches=case.micro_batches,
         schedule=row.schedule,
         zero_stage=row.zero_stage,
+        replicate_size=layout.replicate,
         tensor_parallel_size=layout.tensor,
         sequence_parallel=row.sequence,
     )

@@ -59,9 +59,24 @@ KEYWORDS = [
     ({"tensor_parallel_size": 2, "sequence_parallel": 1}, "sequence_parallel=1 is not True, False or 'regather'."),
     ({"sequence_parallel": True}, "sequence_parallel=True needs tensor_parallel_size of at least 2, got 1"),
     ({"expert_parallel_size": 2}, "expert_parallel_size=2 is not supported yet; leave it 1."),
-    ({"replicate_size": 2}, "replicate_size=2 is not supported yet; leave it 1."),
-    ({"zero_stage": 2}, "zero_stage=2 is not supported yet; choose 0 or 1."),
-    ({"zero_stage": "1"}, "zero_stage='1' is not supported yet; choose 0 or 1."),
+    ({"replicate_size": 0}, f"replicate_size=0 {AT_LEAST_1}."),
+    (
+        {"replicate_size": 2, "zero_stage": 0},
+        "replicate_size=2 makes copies of shards, and zero_stage=0 shards nothing.",
+    ),
+    ({"zero_stage": 4}, "zero_stage=4 is not 0, 1, 2 or 3."),
+    ({"zero_stage": "1"}, "zero_stage='1' is not 0, 1, 2 or 3."),
+    ({"zero_stage": True}, "zero_stage=True is not 0, 1, 2 or 3."),
+    (
+        {"reduce_dtype": "half"},
+        "reduce_dtype='half' is not one of 'auto', 'float64', 'float32', 'bfloat16', 'float16'.",
+    ),
+    ({"cpu_offload": 1}, "cpu_offload=1 is not True or False."),
+    (
+        {"cpu_offload": True, "zero_stage": 0},
+        "cpu_offload=True keeps shards in host memory, and zero_stage=0 makes none.",
+    ),
+    ({"accumulate_on_cpu": True}, "accumulate_on_cpu=True is not supported yet; leave it False."),
     ({"pipeline_layers": 7}, "pipeline_layers=7"),
 ]
 

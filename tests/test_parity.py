@@ -20,6 +20,8 @@ LAYOUTS = [
     Layout(pipeline=2, data=2, chunks=1),
     Layout(pipeline=4, data=1, chunks=1),
     Layout(pipeline=2, data=2, chunks=2),
+    Layout(pipeline=1, data=4, chunks=1),
+    Layout(pipeline=1, data=4, chunks=1, replicate=2),
     Layout(pipeline=1, data=1, chunks=1, tensor=2),
     Layout(pipeline=1, data=1, chunks=1, tensor=4),
     Layout(pipeline=2, data=1, chunks=1, tensor=2),
@@ -30,11 +32,13 @@ WIDE = Layout(pipeline=2, data=2, chunks=1, tensor=2)  # in the full product alo
 SCHEDULES = ["1f1b", "interleaved_1f1b", "gpipe"]
 MULTI_HEAD = ("attention", "fused")  # written for the tensor axis: without it they are like the others
 NO_SEQUENCE = ("mlp", "skips", "in-place")  # features of a sample, no sequence
-COLUMNS = [list(MODELS), LAYOUTS, SCHEDULES, [0, 1], list(CASES), [False, True, "regather"]]
+COLUMNS = [list(MODELS), LAYOUTS, SCHEDULES, [0, 1, 2, 3], list(CASES), [False, True, "regather"]]
 ROWS_PER_LAUNCH = 16
 
 
 def can_run(model: str, layout: Layout, schedule: str, zero_stage: int, case: str, sequence: bool | str) -> bool:
+    if (zero_stage == 0 and layout.replicate > 1) or (zero_stage > 1 and layout.data == 1):
+        return False  # nothing is sharded
     if layout.tensor == 1:
         return model not in MULTI_HEAD and not sequence and (schedule != "1f1b" or layout.chunks == 1)
     if schedule != ("1f1b" if layout.chunks == 1 else "interleaved_1f1b"):
@@ -43,7 +47,7 @@ def can_run(model: str, layout: Layout, schedule: str, zero_stage: int, case: st
 
 
 def wide_rows() -> list[Row]:
-    found = all_rows([list(MODELS), [WIDE], ["1f1b"], [0, 1], ["weighted-window"], [False, True]], can_run)
+    found = all_rows([list(MODELS), [WIDE], ["1f1b"], [0, 1, 2, 3], ["weighted-window"], [False, True]], can_run)
     return [Row(*values) for values in found]
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from examples.gpt import GPT
-from lightning_hybrid.parallel import engine
+from lightning_hybrid.parallel import planner
 from tests.launch import run_trainers
 from tests.small import fit, hybrid, trainer_of, weights
 
@@ -46,13 +46,13 @@ def counted(cases):
 
 
 def count_probes(options, bound):
-    keys, probe = [], engine.probe
+    keys, probe = [], planner.probe
 
     def count(cut, mesh, key, *args, **kwargs):
         keys.append(key)
         return probe(cut, mesh, key, *args, **kwargs)
 
-    with patch.object(engine, "probe", count), patch.object(engine, "REMEMBERED", bound):
+    with patch.object(planner, "probe", count), patch.object(planner, "REMEMBERED", bound):
         trainer, module = trained(hybrid(**options))
         state, in_fit = weights(trainer), len(keys)
         trainer.validate(module, batches(VALIDATION, [4] * 2), verbose=False)

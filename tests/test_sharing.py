@@ -114,7 +114,7 @@ def replicas(zero_stage):
     return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in own.items()}
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_replicas_are_equal_to_the_bit(zero_stage):
     """Case 38."""
     states = run_trainers(4, replicas, zero_stage)

@@ -19,6 +19,24 @@ def state_bytes(parameter_bytes: float, *, copies: int, num_steps: int = 0, num_
     return copies * parameter_bytes / num_shards + 4 * num_steps
 
 
+def zero_state_bytes(zero_stage: int, num_ranks: int) -> float:
+    """Bytes for each float32 parameter on one rank at the peak of a step with Adam, without what a unit has whole.
+
+    Args:
+        zero_stage: 0 to 3.
+        num_ranks: Replicas that share the states, N.
+
+    Returns:
+        Of parameter, gradient and two moments (4 bytes each), 16 in stage 0 and 16/N in stage 3. In between, the whole
+        parameter stands beside the rank's shard of it (`fully_shard` keeps both): 8 + 12/N in stage 1, which has whole
+        gradients too, and 4 + 16/N in stage 2.
+
+    Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5, with 4 bytes for everything.
+    """
+    whole, sharded = {0: (16, 0), 1: (8, 12), 2: (4, 16), 3: (0, 16)}[zero_stage]
+    return whole + sharded / num_ranks
+
+
 def shorten(name: str, depth: int | None) -> str:
     """The first `depth` parts of a dotted name; all of it if `depth` is None."""
     return name if depth is None else ".".join(name.split(".")[:depth])

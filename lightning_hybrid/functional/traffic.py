@@ -48,3 +48,27 @@ def pipeline_bytes(payload: int, *, num_microbatches: int, num_stages: int) -> i
         num_stages: Stages of the whole model, over all chunks.
     """
     return payload * num_microbatches * (num_stages - 1)
+
+
+def zero_bytes(parameter_bytes: float, *, zero_stage: int, num_ranks: int, num_microbatches: int) -> float:
+    """Bytes that one rank of a ring sends over the data axis in one step, for gradients and parameters.
+
+    Args:
+        parameter_bytes: Of all parameters of this rank's stages; gradients are reduced in the same type.
+        zero_stage: 0 to 3.
+        num_ranks: Replicas that share the states, N.
+        num_microbatches: Micro-batches of a step, m, over all batches of an accumulation window.
+
+    Returns:
+        (N-1)/N times the bytes, once for each pass: stages 0 and 1 make two a step; stage 2 gathers once and scatters m
+        times; stage 3 gathers for each forward and each backward and scatters after it.
+
+    Raises:
+        ValueError: If the stage is not one of these.
+
+    Source: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054, section 7, which has m = 1: 2, 2, 2 and 3 passes.
+    """
+    passes = {0: 2, 1: 2, 2: 1 + num_microbatches, 3: 3 * num_microbatches}
+    if zero_stage not in passes:
+        raise ValueError(f"zero_stage={zero_stage} is not 0, 1, 2 or 3.")
+    return passes[zero_stage] * ring_bytes("all_gather", parameter_bytes, num_ranks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -12,23 +12,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.functional.lowering import lower
-from lightning_hybrid.functional.schedules import Action, Kind, choose, forward_only
+from lightning_hybrid.functional.schedules import Kind, choose, forward_only
 from lightning_hybrid.parallel.cut import StageCut
-from lightning_hybrid.parallel.data_parallel import DataParallel, Replicated, Sharded, broadcast_value
+from lightning_hybrid.parallel.data_parallel import DataParallel, Replicated, broadcast_buffers
 from lightning_hybrid.parallel.executor import Event, Executor, Step, Work
 from lightning_hybrid.parallel.gradients import sum_gradients
 from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.ownership import Ownership, settle
-from lightning_hybrid.parallel.plan import Needs, Plan
-from lightning_hybrid.parallel.probe import probe
+from lightning_hybrid.parallel.plan import Plan
+from lightning_hybrid.parallel.planner import Planner
 from lightning_hybrid.parallel.probe_run import ProbeRun
 from lightning_hybrid.parallel.run import Result, StageRun
+from lightning_hybrid.parallel.sharding import Sharded
 from lightning_hybrid.parallel.streams import Streams
 from lightning_hybrid.parallel.tensor.parallel import TensorParallel
-from lightning_hybrid.parallel.tensor.regions import bypass_sharding
-
-REMEMBERED = 1024
-"""Structures and shapes whose plans are kept, those used last; ranks of a replica see the same ones."""
+from lightning_hybrid.parallel.zero import Zero, dry_run
 
 
 class Engine:
@@ -40,11 +38,12 @@ class Engine:
         mesh: Groups of this rank.
         schedule: "auto", "gpipe", "1f1b" or "interleaved_1f1b".
         num_chunks: Stages of each rank.
-        zero_stage: 0 or 1.
+        zero: How states are sharded over the data axis.
         seed: Base of all random numbers drawn in steps; the same on every rank.
         tensor: What tensor parallelism has made of the model; None on a tensor axis of one rank.
 
     Attributes:
+        planner: Keeps plans; None on a pipeline of one stage.
         num_samples: Samples of this replica's last batch.
         seed: Base of all random numbers drawn in steps.
     """
@@ -57,7 +56,7 @@ class Engine:
         *,
         schedule: str,
         num_chunks: int,
-        zero_stage: int,
+        zero: Zero,
         seed: int,
         tensor: TensorParallel | None = None,
     ) -> None:
@@ -65,19 +64,16 @@ class Engine:
         self.num_stages = mesh.layout.pipeline * num_chunks
         self.num_samples = 1
         self.executor = Executor(mesh, self.num_stages)
-        self.data: DataParallel = Replicated(cut, root, mesh)
+        self.data: DataParallel = Replicated(cut, root, mesh, reduce_dtype=zero.reduce_dtype)
         self.ownership: Ownership | None = None
-        self._zero_stage, self.seed = zero_stage, seed
-        self._plans: dict[Hashable, dict[int, Plan]] = {}
+        self.zero, self.seed = zero, seed
+        self._reads = zero.watch(root, mesh)
+        self._whole: dict[str, nn.Parameter] | None = None
+        self.planner = Planner(cut, mesh, self._run_probe, self._around_probe) if cut is not None else None
         self._runs: dict[tuple[int, int], StageRun] = {}
-        self._needs: dict[int, Needs] = {}
-        self._program = cache(lambda m: self._lower(choose(schedule, mesh.layout.pipeline, m, num_chunks)))
-        self._forward_program = cache(lambda m: self._lower(forward_only(mesh.layout.pipeline, m, num_chunks)))
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank owns the last stage."""
-        return self.mesh.pipeline_rank == self.mesh.layout.pipeline - 1
+        size = mesh.layout.pipeline
+        self._program = cache(lambda m: lower(choose(schedule, size, m, num_chunks), self.num_stages))
+        self._forward_program = cache(lambda m: lower(forward_only(size, m, num_chunks), self.num_stages))
 
     @property
     def is_partial(self) -> bool:
@@ -91,15 +87,32 @@ class Engine:
 
     def prepare(self, step: Step, *, training: bool) -> list[dict[int, Plan]]:
         """Plans of each micro-batch; structures and shapes not met before are probed."""
-        if self.cut is None:
+        if self.planner is None:
             return [{0: Plan(key)} for key in step.keys]
-        plans = []
-        for index, key in enumerate(step.keys):
-            plans.append(self._plans.pop(key) if key in self._plans else self._probe(step, index, training))
-            self._plans[key] = plans[-1]  # at the end, as the one used last
-        for key in list(self._plans)[:-REMEMBERED]:
-            del self._plans[key]
-        return plans
+        with self.apart(step) if training else nullcontext():
+            return self.planner.prepare(step, training=training)
+
+    def apart(self, step: Step) -> AbstractContextManager[None]:
+        """Context in which this replica's forward passes may differ from others'; all replicas enter it together.
+
+        Args:
+            step: What this replica is going to run; without keys if that is nothing.
+        """
+        new = self.planner is not None and not self.planner.knows(step)
+        return self.data.apart(len(step.keys), wanted=new)
+
+    def watch(self, make_step: Callable[[], Step]) -> None:
+        """See in a dry run what the first step to train reads, if that matters; a pipeline's probes see it by the way.
+
+        Args:
+            make_step: Makes a step whose records nobody looks at.
+        """
+        if self._reads is not None and self.cut is None:
+            step = make_step()
+            with self._surroundings(), dry_run(self.root, self.mesh.device, self._reads):
+                if self._is_shared:
+                    self._start_streams(step, 0)
+                step.call(0)
 
     def recheck(self, step: Step, *, training: bool) -> None:
         """Probe a batch again whose loss is NaN: it may have taken a path that no probe saw.
@@ -107,9 +120,9 @@ class Engine:
         Raises:
             RuntimeError: If a value of another stage was used.
         """
-        if self.cut is not None:
-            for index, key in enumerate(step.keys):
-                self._plans[key] = self._probe(step, index, training)
+        if self.planner is not None:
+            with self.data.apart(len(step.keys), wanted=True):
+                self.planner.renew(step, training=training)
             self.data.scatter()  # the optimizer is about to change the shards
 
     def settle(self) -> Ownership | None:
@@ -120,15 +133,14 @@ class Engine:
         """
         if self.ownership is not None:
             return None
-        if self.cut is not None:
-            self.ownership = settle(self.cut, self.mesh, self._needs)
+        if self.cut is not None and self.planner is not None:
+            self.ownership = settle(self.cut, self.mesh, self.planner.needs)
         else:
-            self.ownership = Ownership({name: (0,) for name, _ in self.root.named_parameters()}, {}, {}, [])
-        if self._zero_stage > 0 and self.mesh.layout.data > 1:
-            self.data = Sharded(self.cut, self.root, self.mesh)
-            bypass_sharding(self.root)
-            if self.cut is not None:
-                self.cut.refresh()
+            self.ownership = Ownership({name: (0,) for name, _ in self.root.named_parameters()}, {}, {}, {}, [])
+        if self.zero.shards(self.mesh):
+            self.data = self.zero.shard(self.root, self.cut, self.mesh, self.ownership.callers, self._reads)
+        self._reads = None
+        self._whole = dict(self.root.named_parameters())
         return self.ownership
 
     def train(
@@ -179,7 +191,7 @@ class Engine:
             return result
 
         with self._surroundings():
-            self.executor.run(Work(program, plans, forward_and_take, _no_seed, lambda _: None, _nothing, _nothing))
+            self.executor.run(Work(program, plans, forward_and_take))
         self._runs.clear()
 
     def run_whole(self, step: Step) -> Any:
@@ -189,13 +201,15 @@ class Engine:
                 self._start_streams(step, 0)
             return step.call(0)
 
-    def prepare_evaluation(self) -> None:
-        """Gather parameters, and give all replicas the buffers of the first, as its checkpoint has them."""
-        self.data.gather()
-        if self.mesh.layout.data > 1:
-            with torch.no_grad():
-                for buffer in self.root.buffers():
-                    broadcast_value(buffer, self.mesh.data_ranks[0], self.mesh.data_group)
+    def prepare_evaluation(self, *, is_regular: bool) -> None:
+        """Gather parameters, and give all replicas the buffers of the first, as its checkpoint has them.
+
+        Args:
+            is_regular: Each step calls the model as often as other replicas' do, so that stage 3 can gather on the way.
+        """
+        if self.zero.stage < 3 or not is_regular:
+            self.data.gather()
+        broadcast_buffers(self.root, self.mesh)
 
     def finish_evaluation(self) -> None:
         """Let go of gathered parameters."""
@@ -209,16 +223,16 @@ class Engine:
 
     def local_parameters(self) -> list[nn.Parameter]:
         """The parameters that are on this rank, in the model's order."""
-        return list(self.root.parameters())
+        return self.data.held_parameters()
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The same by name, shared ones once."""
-        return self.cut.parameters if self.cut is not None else dict(self.root.named_parameters())
+        if self.cut is not None:
+            return self.cut.parameters
+        return dict(self.root.named_parameters()) if self._whole is None else self._whole
 
     def counted_parameters(self) -> list[nn.Parameter]:
         """Those that this rank counts in a norm: over the world, each parameter, slice or shard of one exactly once."""
-        if isinstance(self.data, Replicated) and self.mesh.data_rank > 0:
-            return []
         return [parameter for name, parameter in self.named_parameters().items() if self._counts(name)]
 
     def deferred_parameters(self) -> list[nn.Parameter]:
@@ -229,9 +243,13 @@ class Engine:
     def sum_deferred_gradients(self) -> None:
         """Sum over the tensor axis what `deferred_parameters` have, in at least float32; its ranks call it together."""
         if self.tensor is not None:
-            sum_gradients(self.deferred_parameters(), self.mesh.tensor_group, at_least=torch.float32)
+            group, device = self.mesh.tensor_group, self.mesh.device
+            sum_gradients(self.deferred_parameters(), group, at_least=torch.float32, device=device)
 
     def _counts(self, name: str) -> bool:
+        is_sharded = isinstance(self.data, Sharded) and name in self.data.sharded
+        if (self.mesh.replicate_rank if is_sharded else self.mesh.data_rank) > 0:
+            return False
         is_split = self.tensor is not None and name in self.tensor.splits
         owns = self.ownership is None or self.cut is None or self.ownership.owner(name) == self.mesh.pipeline_rank
         return owns and (is_split or self.mesh.tensor_rank == 0)
@@ -248,19 +266,14 @@ class Engine:
 
         return forward
 
-    def _probe(self, step: Step, index: int, training: bool) -> dict[int, Plan]:
-        assert self.cut is not None
+    def _run_probe(self, step: Step, index: int, run: ProbeRun) -> Result:
+        self._start_streams(step, index)
+        return self.data.step(lambda: run.run(lambda: step.call(index)))
 
-        def run_stage(run: ProbeRun) -> Result:
-            self._start_streams(step, index)
-            return self.data.step(lambda: run.run(lambda: step.call(index)))
-
-        with self._tensor_step():
-            probed = probe(self.cut, self.mesh, step.keys[index], run_stage, training=training)
-        if self.ownership is None:
-            for stage, needs in probed.needs.items():
-                self._needs.setdefault(stage, Needs()).add(needs)
-        return probed.plans
+    @contextmanager
+    def _around_probe(self) -> Iterator[None]:
+        with self._tensor_step(), self._reads or nullcontext():
+            yield
 
     def _forget(self, stage: int, micro_batch: int) -> None:
         """After a backward pass nothing is recomputed any more."""
@@ -285,14 +298,3 @@ class Engine:
 
     def _start_streams(self, step: Step, micro_batch: int) -> None:
         Streams(self.mesh.device).seed(self.seed, *step.name, micro_batch, self.mesh.data_rank)
-
-    def _lower(self, schedule: list[list[Action]]) -> list[list[Action]]:
-        return lower(schedule, self.num_stages)
-
-
-def _nothing(stage: int, micro_batch: int) -> None:
-    """An evaluation has nothing to do around backward passes."""
-
-
-def _no_seed(micro_batch: int, output: Any) -> tuple[Tensor, float]:
-    raise AssertionError("an evaluation has no backward pass")

@@ -21,6 +21,10 @@ Event = tuple[int, Action, float, float]
 """(pipeline rank, action, start, end) in seconds of a clock that the processes of one machine share."""
 
 
+def _no_seed(micro_batch: int, output: Any) -> tuple[Tensor, float]:
+    raise AssertionError("this step has no backward pass")
+
+
 @dataclass(frozen=True)
 class Step:
     """One batch's worth of work.
@@ -38,7 +42,7 @@ class Step:
 
 @dataclass
 class Work:
-    """What one step asks of the executor.
+    """What one step asks of the executor; one without backward passes needs no more than the first three.
 
     Attributes:
         program: This rank's lowered actions, in order.
@@ -53,10 +57,10 @@ class Work:
     program: Sequence[Action]
     plans: Sequence[dict[int, Plan]]
     forward: Callable[[int, int, list[Tensor]], Result]
-    seed: Callable[[int, Any], tuple[Tensor, float]]
-    weight: Callable[[int], float | None]
-    before_backward: Callable[[int, int], None]
-    after_backward: Callable[[int, int], None]
+    seed: Callable[[int, Any], tuple[Tensor, float]] = _no_seed
+    weight: Callable[[int], float | None] = lambda micro_batch: None
+    before_backward: Callable[[int, int], None] = lambda stage, micro_batch: None
+    after_backward: Callable[[int, int], None] = lambda stage, micro_batch: None
 
 
 @dataclass

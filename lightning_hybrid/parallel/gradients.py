@@ -34,7 +34,11 @@ def install_gradients(taken: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
 
 
 def sum_gradients(
-    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, *, at_least: torch.dtype | None = None
+    parameters: Sequence[nn.Parameter],
+    group: dist.ProcessGroup,
+    *,
+    at_least: torch.dtype | None = None,
+    device: torch.device | None = None,
 ) -> None:
     """Sum the gradients of the same parameters over the ranks of a group, in flat buckets.
 
@@ -44,15 +48,16 @@ def sum_gradients(
         parameters: The same list, in order, on every rank.
         group: The ranks.
         at_least: Gradients of a lower precision are summed in this one, and rounded once; None sums in their own.
+        device: Where the group communicates; None for where the parameters are.
     """
     if group.size() == 1 or not parameters:
         return
-    device = local(parameters[0]).device
+    device = device or local(parameters[0]).device
     present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32, device=device)
     work = dist.all_reduce(present, group=group, async_op=True)
     for bucket in make_buckets(parameters):
         gradients = [local(p.grad if p.grad is not None else torch.zeros_like(p)) for p in bucket]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(device)
         flat = flat.to(torch.promote_types(flat.dtype, at_least)) if at_least is not None else flat
         dist.all_reduce(flat, group=group)
         with torch.no_grad():

@@ -99,7 +99,13 @@ def shard_like(value: Any, like: Any) -> Any:
         return value
     if value.shape != like.shape:
         return value
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    shard = distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+    if shard.device == like.device:
+        return shard
+    part = shard.to_local().to(like.device)  # shards may live in host memory, beside the mesh's device
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def _check_groups(

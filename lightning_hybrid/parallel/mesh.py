@@ -17,18 +17,26 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes; ranks count the pipeline axis slowest and the tensor axis fastest."""
+    """Sizes of the axes; ranks count the pipeline axis slowest and the tensor axis fastest.
+
+    Attributes:
+        pipeline: Size of the pipeline axis.
+        data: Size of the data axis.
+        tensor: Size of the tensor axis.
+        replicate: Groups on the data axis that each hold all shards; slower than the ranks within a group.
+    """
 
     pipeline: int
     data: int
     tensor: int = 1
+    replicate: int = 1
 
     @classmethod
-    def of_world(cls, world_size: int, *, pipeline: int, tensor: int = 1) -> Layout:
+    def of_world(cls, world_size: int, *, pipeline: int, tensor: int = 1, replicate: int = 1) -> Layout:
         """The layout that fills `world_size` processes.
 
         Raises:
-            ValueError: If `world_size` is not a multiple of pipeline times tensor.
+            ValueError: If `world_size` is not a multiple of pipeline times tensor, or the data axis not of `replicate`.
         """
         model = pipeline * tensor
         if world_size % model:
@@ -37,7 +45,13 @@ class Layout:
                 f"tensor_parallel_size={tensor} = {model}. Start {model * max(1, world_size // model)} processes, or "
                 "lower one of the two sizes."
             )
-        return cls(pipeline, world_size // model, tensor)
+        data = world_size // model
+        if data % replicate:
+            raise ValueError(
+                f"replicate_size={replicate} does not divide the data axis: {world_size} processes are {data} replicas "
+                f"of {model}. Choose a divisor of {data}."
+            )
+        return cls(pipeline, data, tensor, replicate)
 
     @property
     def world_size(self) -> int:
@@ -48,6 +62,11 @@ class Layout:
     def replica(self) -> int:
         """Number of processes that hold one copy of the model together, and see the same samples."""
         return self.pipeline * self.tensor
+
+    @property
+    def shard(self) -> int:
+        """Number of ranks on the data axis over which one copy of the sharded states is spread."""
+        return self.data // self.replicate
 
     def rank(self, pipeline: int, data: int, tensor: int = 0) -> int:
         """World rank at these coordinates."""
@@ -66,6 +85,8 @@ class Mesh:
     Attributes:
         pipeline_group: Ranks of one replica at this tensor rank, in pipeline order.
         data_group: Ranks that hold the same stages and see different samples.
+        shard_group: Those of them that hold the shards of one copy; the data group where there is one copy.
+        replicate_group: Those of them that hold copies of the same shards.
         tensor_group: Ranks that hold slices of the same matrices, in tensor order; they see the same samples.
         channels: For (forward, lower rank), the two pipeline ranks on both sides of a boundary; the last rank's upper
             neighbour is the first. Only those of this rank's own boundaries.
@@ -94,12 +115,14 @@ class Mesh:
             for p in range(layout.pipeline)
             for d in range(layout.data)
         ]
-        self.pipeline_ranks = next(ranks for ranks in pipelines if self.rank in ranks)
-        self.data_ranks = next(ranks for ranks in datas if self.rank in ranks)
-        self.tensor_ranks = next(ranks for ranks in tensors if self.rank in ranks)
+        self.pipeline_ranks, self.data_ranks, self.tensor_ranks = (
+            next(ranks for ranks in partition if self.rank in ranks) for partition in (pipelines, datas, tensors)
+        )
         self.pipeline_group = self.group(pipelines, "pipeline")
         self.data_group = self.group(datas, "data")
         self.tensor_group = self.group(tensors, "tensor")
+        self.replicate_rank = self.data_rank // layout.shard
+        self.shard_group, self.replicate_group = self._groups_of_shards(datas)
         self.channels: dict[tuple[bool, int], dist.ProcessGroup] = {}
         for lower in range(layout.pipeline if layout.pipeline > 1 else 0):
             pairs = [[ranks[lower], ranks[(lower + 1) % layout.pipeline]] for ranks in pipelines]
@@ -107,6 +130,11 @@ class Mesh:
                 group = self._group_of(pairs, f"pipeline {'forward' if forward else 'backward'}")
                 if group is not None:
                     self.channels[forward, lower] = group
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank owns the last stage."""
+        return self.pipeline_rank == self.layout.pipeline - 1
 
     def group(self, partition: Iterable[list[int]], name: str = "other") -> dist.ProcessGroup:
         """This rank's group out of a partition of the world. Every rank must call it with the same partition.
@@ -116,6 +144,14 @@ class Mesh:
         mine = self._group_of(partition, name)
         assert mine is not None, "a partition covers every rank"
         return mine
+
+    def _groups_of_shards(self, datas: list[list[int]]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        size = self.layout.shard
+        if self.layout.replicate == 1:
+            return self.data_group, self.data_group
+        shards = [ranks[i : i + size] for ranks in datas for i in range(0, len(ranks), size)]
+        copies = [ranks[i::size] for ranks in datas for i in range(size)]
+        return self.group(shards, "data shard"), self.group(copies, "data replicate")
 
     def _group_of(self, disjoint: Iterable[list[int]], name: str) -> dist.ProcessGroup | None:
         mine = None

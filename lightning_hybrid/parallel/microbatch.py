@@ -74,6 +74,19 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     return [unflatten([part[i] for part in parts], node) for i in range(len(sizes))]
 
 
+def check_even(least: int, most: int) -> None:
+    """Refuse numbers of micro-batches that differ between replicas, where each takes part in all gathers and sums.
+
+    Raises:
+        ValueError: With the numbers.
+    """
+    if least != most:
+        raise ValueError(
+            f"split_batch made {least} micro-batches on one replica and {most} on another, and with zero_stage 2 and 3 "
+            "all replicas sum gradients after each of them. Return num_microbatches parts, or set zero_stage=1."
+        )
+
+
 def structure_key(batch: object) -> Hashable:
     """What a plan depends on in a micro-batch: its structure, the shapes and types of its tensors, its constants."""
     leaves, node = flatten(batch)

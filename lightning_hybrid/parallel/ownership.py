@@ -21,12 +21,14 @@ class Ownership:
     Attributes:
         holders: Pipeline ranks that hold a parameter, ascending; the first is its owner.
         groups: For each set of several holders that this rank is among, their group.
+        callers: For modules outside the blocks, the stages that call them on true values.
         writers: For modules outside the blocks and buffers that the step writes: the pipeline rank with true values.
         released: Parameters that this rank held before and no longer does.
     """
 
     holders: dict[str, tuple[int, ...]]
     groups: dict[tuple[int, ...], dist.ProcessGroup]
+    callers: dict[str, list[int]]
     writers: dict[str, int]
     released: list[nn.Parameter]
 
@@ -37,7 +39,8 @@ class Ownership:
     def sum_shared_gradients(self, cut: StageCut) -> None:
         """Sum the gradients of parameters that several stages hold, such as tied embeddings, over their holders."""
         for holders, group in self.groups.items():
-            sum_gradients([p for name, p in cut.parameters.items() if self.holders[name] == holders], group)
+            shared = [p for name, p in cut.parameters.items() if self.holders[name] == holders]
+            sum_gradients(shared, group, device=cut.device)
 
 
 def settle(cut: StageCut, mesh: Mesh, needs: dict[int, Needs]) -> Ownership:
@@ -55,12 +58,14 @@ def settle(cut: StageCut, mesh: Mesh, needs: dict[int, Needs]) -> Ownership:
     dist.all_gather_object(everyone, needs)
     readers: dict[str, set[int]] = {}
     writers: dict[str, int] = {}
+    callers: dict[str, list[int]] = {}
     # a module's first stage runs it on true values; a buffer is complete on the last stage that writes it with such
     for stage, needed in sorted((item for other in everyone for item in other.items()), key=lambda item: item[0]):
         for name in needed.parameters:
             readers.setdefault(name, set()).add(stage)
         for name in needed.modules:
             writers.setdefault(name, stage % cut.pipeline)
+            callers[name] = sorted({*callers.get(name, ()), stage})
         writers |= dict.fromkeys(needed.buffers, stage % cut.pipeline)
     holders = {name: _holders(cut, readers.get(name, set()), name) for name in cut.names}
     released = [cut.release(name) for name in list(cut.parameters) if mesh.pipeline_rank not in holders[name]]
@@ -70,7 +75,7 @@ def settle(cut: StageCut, mesh: Mesh, needs: dict[int, Needs]) -> Ownership:
         group = mesh.group(_partition(mesh, ranks), "holders")
         if mesh.pipeline_rank in ranks:
             groups[ranks] = group
-    return Ownership(holders, groups, writers, released)
+    return Ownership(holders, groups, callers, writers, released)
 
 
 def _holders(cut: StageCut, readers: set[int], name: str) -> tuple[int, ...]:

@@ -59,7 +59,7 @@ class ProbeRun(StageRun):
         self._tag_parameters()
         hooks = self._watch_recording_flags()
         try:
-            with self.cut.listed(), _uncompiled(), self.provenance, auxiliary_listener(self._note_auxiliary_loss):
+            with self.cut.listed(), uncompiled(), self.provenance, auxiliary_listener(self._note_auxiliary_loss):
                 result = super().run(step)
                 self.observe(result.output, "The value that the step returns")
         finally:
@@ -260,7 +260,7 @@ class ProbeRun(StageRun):
                 )
 
 
-def _uncompiled() -> AbstractContextManager[None]:
+def uncompiled() -> AbstractContextManager[None]:
     """Compiled modules run as they are written: provenance must see each operation.
 
     Dynamo also gives up for good on code that it first meets under a dispatch mode.

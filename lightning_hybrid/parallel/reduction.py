@@ -37,10 +37,10 @@ class _Bucket:
         # a gradient is laid out as its parameter; one that has holes or overlaps gives way to a dense one
         self._strides = [torch.empty_like(parameter, device="meta").stride() for parameter in self.parameters]
 
-    def start(self, group: dist.ProcessGroup) -> list[bool]:
+    def start(self, group: dist.ProcessGroup, dtype: torch.dtype | None) -> list[bool]:
         """Take the gradients, zeros where there is none, and start to sum them; tell which there were."""
         like = self.parameters[0]
-        flat = torch.empty(sum(p.numel() for p in self.parameters), dtype=like.dtype, device=like.device)
+        flat = torch.empty(sum(p.numel() for p in self.parameters), dtype=dtype or like.dtype, device=like.device)
         offsets = accumulate([p.numel() for p in self.parameters], initial=0)
         layouts = zip(self.parameters, self._strides, offsets, strict=False)
         self.views = [flat.as_strided(p.shape, stride, offset) for p, stride, offset in layouts]
@@ -59,10 +59,13 @@ class Reduction:
     Args:
         parameters: The same on every rank, in the order in which their gradients are expected to be final.
         group: The replicas.
+        dtype: Type in which gradients are summed; None takes each parameter's own.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-        self.parameters, self._group = list(parameters), group
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype | None = None
+    ) -> None:
+        self.parameters, self._group, self._dtype = list(parameters), group, dtype
         self._buckets = [_Bucket(bucket) for bucket in make_buckets(self.parameters, FIRST_BUCKET_BYTES)]
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         self._hooks: list[Any] = []
@@ -104,14 +107,16 @@ class Reduction:
         counts = torch.tensor([self._present, late], dtype=torch.int32, device=ordered[0].device)
         dist.all_reduce(counts, group=self._group)
         present, late = counts.tolist()
-        sum_gradients([p for p, ranks in zip(ordered, late, strict=True) if ranks], self._group)
+        late_ones = [p for p, ranks in zip(ordered, late, strict=True) if ranks]
+        sum_gradients(late_ones, self._group, at_least=self._dtype)
         for bucket in self._buckets:
             bucket.work.wait()
         views = [view for bucket in self._buckets for view in bucket.views]
         with torch.no_grad():
             for parameter, view, ranks in zip(ordered, views, present, strict=True):
                 if ranks:
-                    parameter.grad = view if parameter.grad is None else view.add_(parameter.grad)
+                    total = view if parameter.grad is None else view.add_(parameter.grad)
+                    parameter.grad = total.to(parameter.dtype)
         self.reset()
 
     def _is_final(self, parameter: Tensor) -> None:
@@ -121,5 +126,5 @@ class Reduction:
     def _start_complete(self) -> None:
         """Start in order, so that all ranks do alike whatever their graphs are."""
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
-            self._present += self._buckets[self._next].start(self._group)
+            self._present += self._buckets[self._next].start(self._group, self._dtype)
             self._next += 1

@@ -88,6 +88,8 @@ def _gathered(engine: Engine, name: str, value: Any, like: Any) -> Any:
         value: The parameter itself, or an entry of its state.
         like: The parameter.
     """
+    if isinstance(value, DTensor):
+        value = value.to(engine.mesh.device)  # shards may live in host memory, where the group does not communicate
     value = whole(whole_tree(value))  # a block may have kept parts of activations in a buffer
     if engine.mesh.data_rank > 0:  # other replicas only take part in the gathering over the data axis
         return None

@@ -25,6 +25,7 @@ from lightning_hybrid.parallel.saving import gather_model_state, gather_optimize
 from lightning_hybrid.parallel.tensor.axis import TensorAxis
 from lightning_hybrid.parallel.tensor.install import install
 from lightning_hybrid.parallel.tensor.parallel import TensorParallel, refuse_outside_steps
+from lightning_hybrid.parallel.zero import Zero, reduction_dtype
 from lightning_hybrid.strategies.clipping import Clipping
 from lightning_hybrid.strategies.hooks import SharedHooks
 from lightning_hybrid.strategies.metric_objects import MetricObjects, compute_metrics_together
@@ -146,7 +147,7 @@ def assemble(
     mesh = ground.mesh
     _broadcast_whole(module, mesh.device)
     keys = state_keys(module)
-    zero_stage = _shardable_stage(options["zero_stage"], module, mesh)  # a decision about the whole model
+    zero = _zero(module, options, ground)  # a decision about the whole model
     _warn_of_batch_norm(module, mesh, options["num_microbatches"])
     tensor = _split(module, options, ground) if mesh.layout.tensor > 1 else None
     cut = None
@@ -163,7 +164,7 @@ def assemble(
         mesh,
         schedule=options["schedule"],
         num_chunks=options["num_chunks"],
-        zero_stage=zero_stage,
+        zero=zero,
         seed=ground.seed,
         tensor=tensor,
     )
@@ -181,19 +182,11 @@ def _split(module: nn.Module, options: dict[str, Any], ground: Ground) -> Tensor
     return tensor
 
 
-def _shardable_stage(zero_stage: int, module: nn.Module, mesh: Mesh) -> int:
-    """The ZeRO stage, or 0 if `fully_shard` cannot take the model; the same on every rank."""
-    if zero_stage == 0 or mesh.layout.data == 1:
-        return zero_stage
-    odd = [name for name, p in module.named_parameters() if p.ndim == 0 or not p.is_contiguous()]
-    if len({p.dtype for p in module.parameters() if p.requires_grad}) > 1:
-        odd.append("parameters of several types")
-    if odd:
-        rank_zero_warn(
-            f"zero_stage={zero_stage} cannot shard {', '.join(odd[:3])}: only contiguous parameters with dimensions, "
-            "of one type. Optimizer states are replicated, as with zero_stage=0."
-        )
-    return 0 if odd else zero_stage
+def _zero(module: nn.Module, options: dict[str, Any], ground: Ground) -> Zero:
+    """How states are sharded; the same on every rank."""
+    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+    dtype = reduction_dtype(options["reduce_dtype"], dtypes)
+    return Zero(options["zero_stage"], ground.blocks, dtype, options["cpu_offload"])
 
 
 def _warn_of_batch_norm(module: nn.Module, mesh: Mesh, num_microbatches: int | str) -> None:

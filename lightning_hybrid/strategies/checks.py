@@ -28,6 +28,8 @@ from lightning_hybrid.parallel.tensor.assignment import STYLES
 from lightning_hybrid.parallel.tensor.install import SHOWN
 from lightning_hybrid.parallel.tensor.plan import make_plan
 
+NUMBERS = ("pipeline_parallel_size", "tensor_parallel_size", "replicate_size", "num_chunks", "num_microbatches")
+REDUCE_DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved_1f1b")
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "64-true")
 
@@ -61,15 +63,13 @@ def check_keywords(options: dict[str, Any]) -> None:
     _check_lists(options["partition"], options["pipeline_layers"])
     _check_costs(options.get("block_costs"), options.get("max_stage_memory"), options["partition"])
     _check_tensor(options)
-    for name, only in (("expert_parallel_size", 1), ("replicate_size", 1)):
-        if options[name] != only:
-            raise ValueError(f"{name}={options[name]} is not supported yet; leave it {only}.")
-    if options["zero_stage"] not in (0, 1):
-        raise ValueError(f"zero_stage={options['zero_stage']!r} is not supported yet; choose 0 or 1.")
+    if options["expert_parallel_size"] != 1:
+        raise ValueError(f"expert_parallel_size={options['expert_parallel_size']} is not supported yet; leave it 1.")
+    _check_zero(options)
 
 
 def _check_numbers(options: dict[str, Any]) -> None:
-    for name in ("pipeline_parallel_size", "tensor_parallel_size", "num_chunks", "num_microbatches"):
+    for name in NUMBERS:
         value, automatic = options[name], name in ("pipeline_parallel_size", "num_microbatches")
         if value == "auto" and automatic:
             continue
@@ -77,6 +77,28 @@ def _check_numbers(options: dict[str, Any]) -> None:
             raise ValueError(
                 f"{name}={value!r} must be a whole number of at least 1" + (", or 'auto'." if automatic else ".")
             )
+
+
+def _check_zero(options: Mapping[str, Any]) -> None:
+    stage, replicate, dtype = options["zero_stage"], options["replicate_size"], options["reduce_dtype"]
+    if isinstance(stage, bool) or not isinstance(stage, int) or stage not in range(4):
+        raise ValueError(f"zero_stage={stage!r} is not 0, 1, 2 or 3.")
+    if dtype not in REDUCE_DTYPES:
+        raise ValueError(f"reduce_dtype={dtype!r} is not one of {', '.join(map(repr, REDUCE_DTYPES))}.")
+    if replicate > 1 and stage == 0:
+        raise ValueError(
+            f"replicate_size={replicate} makes copies of shards, and zero_stage=0 shards nothing. Set zero_stage to 1, "
+            "2 or 3, or leave replicate_size 1."
+        )
+    for name in ("cpu_offload", "accumulate_on_cpu"):
+        if not isinstance(options[name], bool):
+            raise ValueError(f"{name}={options[name]!r} is not True or False.")
+    if options["cpu_offload"] and stage == 0:
+        raise ValueError(
+            "cpu_offload=True keeps shards in host memory, and zero_stage=0 makes none. Set zero_stage to 1, 2 or 3."
+        )
+    if options["accumulate_on_cpu"]:
+        raise ValueError("accumulate_on_cpu=True is not supported yet; leave it False.")
 
 
 def _check_tensor(options: Mapping[str, Any]) -> None:

@@ -122,7 +122,8 @@ class Evaluation:
     def start(self, hook: str, assembly: Assembly) -> None:
         """An evaluation begins."""
         self.loaders.start(KINDS[hook])
-        assembly.engine.prepare_evaluation()
+        is_regular = hook != "predict_step" or assembly.engine.cut is not None  # else it may generate, say
+        assembly.engine.prepare_evaluation(is_regular=is_regular)
         if hook == "predict_step":
             self._writers.silence(assembly.module.trainer)
 

@@ -116,7 +116,7 @@ class SharedHooks:
         if mesh.layout.pipeline == 1:
             return
         box: list[Any] = [None]
-        if self._engine.is_last:
+        if self._engine.mesh.is_last:
             box = [
                 {name: _packed(value) for name, value in self._shareable().items() if self._has_changed(name, value)}
             ]
@@ -127,7 +127,7 @@ class SharedHooks:
                     f"self.{name} was changed by a step on the last pipeline stage and cannot be pickled, so that the "
                     "other ranks cannot run the hooks that read it. Keep tensors, numbers and strings in it."
                 )
-            if not self._engine.is_last:
+            if not self._engine.mesh.is_last:
                 self._set(name, map_leaves(self._to_device, pickle.loads(packed)))
 
     def _has_changed(self, name: str, value: Any) -> bool:

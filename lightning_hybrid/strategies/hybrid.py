@@ -33,7 +33,8 @@ class HybridPTDPStrategy(StatefulStrategy):
             least 2 of the number of processes that is not above the number of blocks, else 1.
         tensor_parallel_size: Ranks that share the matrices of each stage (arXiv:1909.08053, section 3).
         expert_parallel_size: 1; larger sizes are refused in this version.
-        replicate_size: 1; larger sizes are refused in this version.
+        replicate_size: Groups of replicas that each hold all shards; parameters are gathered within a group only
+            (arXiv:2304.11277, section 3.2.2).
         num_chunks: Stages that one rank holds, at least 1; more than 1 interleaves (arXiv:2104.04473, section 2.2.2).
         num_microbatches: Parts that each rank's batch is cut into; "auto" is 4 a pipeline rank, 1 without a pipeline.
             A smaller batch makes fewer.
@@ -42,8 +43,12 @@ class HybridPTDPStrategy(StatefulStrategy):
         partition: Blocks of each stage: by cost, so that the slowest stage is as fast as can be, by count, or given.
         block_costs: Cost of each block with what stands beside it, as `measure_costs` gives it; None counts parameters.
         max_stage_memory: Most bytes of parameters that "balanced" gives a stage; None sets no limit.
-        zero_stage: 0 replicates everything over the data axis, 1 shards optimizer states (arXiv:1910.02054, section
-            5.1).
+        zero_stage: 0 replicates everything over the data axis; 1 shards optimizer states, 2 gradients too, 3 parameters
+            too (arXiv:1910.02054, section 5).
+        cpu_offload: Shards, their gradients and optimizer states live in host memory.
+        reduce_dtype: Type in which gradients are summed over the replicas; "auto" is float32 for 16-bit parameters, and
+            else their own.
+        accumulate_on_cpu: False; True is refused in this version.
         tensor_parallel_plan: Styles of modules, by patterns of dotted names such as `"*.q_proj"`; "auto" takes the
             model's own plan, or recognises common blocks. Unused with a tensor_parallel_size of 1.
         sequence_parallel: What is between split matrices works on shards of the sequence (arXiv:2205.05198, section
@@ -71,6 +76,9 @@ class HybridPTDPStrategy(StatefulStrategy):
         block_costs: list[float] | None = None,
         max_stage_memory: int | None = None,
         zero_stage: Literal[0, 1, 2, 3] = 1,
+        cpu_offload: bool = False,
+        reduce_dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto",
+        accumulate_on_cpu: bool = False,
         tensor_parallel_plan: dict[str, str] | Literal["auto"] = "auto",
         sequence_parallel: bool | Literal["regather"] = False,
         process_group_backend: str | None = None,
@@ -115,7 +123,8 @@ class HybridPTDPStrategy(StatefulStrategy):
     @property
     def _is_plain(self) -> bool:
         """One process and one micro-batch: Lightning's own path serves."""
-        return self.world_size == 1 and self.options["num_microbatches"] in ("auto", 1)
+        alone = self.world_size == 1 and self.options["num_microbatches"] in ("auto", 1)
+        return alone and not self.options["cpu_offload"]
 
     def _group_parameters(self, trainer: Trainer, module: LightningModule) -> ParameterGroups:
         """Make the optimizers over the whole module, and note which parameters they have."""

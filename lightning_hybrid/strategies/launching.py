@@ -115,8 +115,9 @@ def check_world(environment: ClusterEnvironment, devices: int, nodes: int, optio
             "Start as many processes as there are devices."
         )
     size = options.get("pipeline_parallel_size", 1)
-    tensor = options.get("tensor_parallel_size", 1)
-    Layout.of_world(devices * nodes, pipeline=1 if size == "auto" else size, tensor=tensor)
+    tensor, replicate = options.get("tensor_parallel_size", 1), options.get("replicate_size", 1)
+    replicate = 1 if size == "auto" else replicate  # checked when the pipeline's size is known
+    Layout.of_world(devices * nodes, pipeline=1 if size == "auto" else size, tensor=tensor, replicate=replicate)
 
 
 def _started(environment: ClusterEnvironment) -> tuple[int | None, str]:

@@ -17,7 +17,7 @@ from lightning_hybrid.functional.schedules import usable_microbatches
 from lightning_hybrid.parallel.engine import Engine
 from lightning_hybrid.parallel.executor import Step
 from lightning_hybrid.parallel.gradients import divide_gradients
-from lightning_hybrid.parallel.microbatch import batch_size, check_visible, split_batch, structure_key
+from lightning_hybrid.parallel.microbatch import batch_size, check_even, check_visible, split_batch, structure_key
 from lightning_hybrid.parallel.tensor.parallel import whole_tree
 from lightning_hybrid.strategies.loaders import check_same_batch
 from lightning_hybrid.strategies.losses import LOSS, Counts, Shares, Window, check_loss, loss_of, refusing_all_gather
@@ -29,7 +29,6 @@ from lightning_hybrid.strategies.signals import signals_of
 CHECKED_BATCHES = 3  # batches of each kind of step whose equality over a replica's ranks is checked
 
 Context = Callable[[], AbstractContextManager[Any]]
-
 
 MAX_RECHECKS = 3  # losses of NaN that are looked into; after that the training has simply diverged
 
@@ -89,6 +88,7 @@ class StepRunner:
         recorder, counts = self._recorder(), Counts()
         share = Shares(self.engine.mesh, sizes, accumulate)
         step = self._step("training_step", parts, sizes, args, context, recorder, name)
+        self.engine.watch(lambda: self._step("training_step", parts, sizes, args, context, self._recorder(), name))
         plans = self.engine.prepare(step, training=True)
         on_planned()
         weighted = bool(plans) and all(plan.weighted for of_stage in plans for plan in of_stage.values())
@@ -151,11 +151,12 @@ class StepRunner:
         """
         recorder = self._recorder()
         self.engine.num_samples = 0
-        if counts:
-            parts, sizes = self._split(args[0], hook)
-            step = self._step(hook, parts, sizes, args, context, recorder, name)
-            plans = self.engine.prepare(step, training=False)
-            self.engine.evaluate(step, plans, lambda i, output: self._record_outputs(recorder, output, sizes[i]))
+        parts, sizes = self._split(args[0], hook) if counts else ([], [])
+        step = self._step(hook, parts, sizes, args, context, recorder, name)
+        with self.engine.apart(step):
+            if counts:
+                plans = self.engine.prepare(step, training=False)
+                self.engine.evaluate(step, plans, lambda i, output: self._record_outputs(recorder, output, sizes[i]))
         combined = self._heed_signals(hook, recorder)
         self._replay(combined, on_step=False)
         values = {**outputs(combined), **((self._whole or {}) if counts else {})}
@@ -179,12 +180,13 @@ class StepRunner:
             counts: False where the replica has no more data.
             indices: Numbers of this replica's samples, if known.
         """
-        recorder, outputs, sizes = self._recorder(), dict[int, Any](), list[int]()
-        if counts:
-            parts, sizes = self._split(args[0], "predict_step")
-            step = self._step("predict_step", parts, sizes, args, context, recorder, name)
-            plans = self.engine.prepare(step, training=False)
-            self.engine.evaluate(step, plans, outputs.__setitem__)
+        recorder, outputs = self._recorder(), dict[int, Any]()
+        parts, sizes = self._split(args[0], "predict_step") if counts else ([], [])
+        step = self._step("predict_step", parts, sizes, args, context, recorder, name)
+        with self.engine.apart(step):
+            if counts:
+                plans = self.engine.prepare(step, training=False)
+                self.engine.evaluate(step, plans, outputs.__setitem__)
         own = share_of([outputs[i] for i in range(len(sizes))], sizes, indices) if outputs else None
         if own is not None and recorder.entries:
             own.value = ValueError(
@@ -195,8 +197,8 @@ class StepRunner:
         return predictions
 
     def _split(self, batch: Any, hook: str) -> tuple[list[Any], list[int]]:
-        layout = self.engine.mesh.layout
-        pipeline = layout.pipeline
+        layout, spread = self.engine.mesh.layout, partial(self.engine.zero.spread, mesh=self.engine.mesh)
+        pipeline, training = layout.pipeline, hook == "training_step"
         if layout.replica > 1 and self._checked.get(hook, 0) < CHECKED_BATCHES:
             self._checked[hook] = self._checked.get(hook, 0) + 1
             check_same_batch(batch, self.engine.mesh)
@@ -209,7 +211,10 @@ class StepRunner:
         custom = getattr(self.module, "split_batch", None)
         if custom is None and (usable > 1 or wanted != 1 or layout.data > 1):
             check_visible(batch)
+        usable = spread(usable)[0] if training and wanted > 1 else usable
         parts = list(custom(batch, usable)) if callable(custom) else split_batch(batch, usable)
+        if training and callable(custom):
+            check_even(*spread(len(parts)))
         self._whole = {} if pipeline == 1 and len(parts) == 1 else None
         return parts, [batch_size(part) for part in parts]
 

@@ -46,6 +46,8 @@ class Training:
         first = trainer.fit_loop.batch_idx % accumulate == 0  # when Lightning zeroes gradients too
         if first:
             take_gradients(engine.local_parameters())  # left over from a window that was never applied
+        if trainer.fit_loop.batch_idx == 0 and engine.planner is not None:
+            engine.planner.heed_frozen()
         self.has_run = True
         engine.executor.record = record
         output = assembly.runner.train(

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hybrid.functional.memory import shorten, state_bytes, sum_by_module
+from lightning_hybrid.functional.memory import shorten, state_bytes, sum_by_module, zero_state_bytes
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,7 @@ def test_names_are_cut_between_their_parts():
         "model.layers.10",
         "model.layers.10.mlp",
     ]
+
+
+def test_zero_stages_of_one_rank_keep_what_shards_and_whole_copies_take():
+    assert [zero_state_bytes(stage, 4) for stage in range(4)] == [16, 11, 8, 4]

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hybrid.functional.traffic import ONE_PASS, pipeline_bytes, ring_bytes
+from lightning_hybrid.functional.traffic import ONE_PASS, pipeline_bytes, ring_bytes, zero_bytes
 
 SIZES = st.integers(1, 64)
 
@@ -55,3 +55,14 @@ def test_unknown_collectives_and_empty_groups_are_refused():
 def test_a_pipeline_sends_over_every_boundary_for_every_micro_batch():
     assert pipeline_bytes(100, num_microbatches=4, num_stages=4) == 1200
     assert pipeline_bytes(100, num_microbatches=4, num_stages=1) == 0
+
+
+@pytest.mark.parametrize(("num_microbatches", "passes"), [(1, [2, 2, 2, 3]), (4, [2, 2, 5, 12])])
+def test_zero_stages_pass_over_the_parameters_a_number_of_times(num_microbatches, passes):
+    one = ring_bytes("all_gather", 100, 4)
+    found = [
+        zero_bytes(100, zero_stage=stage, num_ranks=4, num_microbatches=num_microbatches) / one for stage in range(4)
+    ]
+    assert found == passes
+    with pytest.raises(ValueError, match="zero_stage=4 is not 0, 1, 2 or 3"):
+        zero_bytes(100, zero_stage=4, num_ranks=4, num_microbatches=1)

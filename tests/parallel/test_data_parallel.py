@@ -4,10 +4,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.parallel.cut import StageCut
-from lightning_hybrid.parallel.data_parallel import Replicated, Sharded
+from lightning_hybrid.parallel.data_parallel import Replicated
 from lightning_hybrid.parallel.gradients import local
 from lightning_hybrid.parallel.mesh import Layout, Mesh
 from lightning_hybrid.parallel.run import Result
+from lightning_hybrid.parallel.sharding import Sharded
+from lightning_hybrid.parallel.units import choose_units
 from tests.launch import run_ranks
 
 CPU = torch.device("cpu")
@@ -58,7 +60,8 @@ def trained(kind):
     data = Replicated(None, root, mesh)
     if kind != "replicated":
         cut = StageCut(root, [f"blocks.{i}" for i in range(3)], [3], pipeline=1, rank=0, device=CPU)
-        data = Sharded(cut if kind == "cut" else None, root, mesh)
+        cut = cut if kind == "cut" else None
+        data = Sharded(root, mesh, choose_units(root, cut, [f"blocks.{i}" for i in range(3)], zero_stage=1))
     optimizer = torch.optim.SGD(root.parameters(), 0.1, momentum=0.9)
     gradients, losses = [], []
     for _ in range(2):
@@ -120,7 +123,7 @@ def kept_whole():
     """Between begin and the last backward of a window parameters stay gathered, and are let go of behind it."""
     mesh = Mesh(Layout(1, 2), device=CPU)
     root = Model()
-    data = Sharded(None, root, mesh)
+    data = Sharded(root, mesh)
     sizes = [isinstance(root.inlet.weight, DTensor)]
     window_on(data, root, mesh.data_rank, [[(0, 0)]])
     sizes.append(isinstance(root.inlet.weight, DTensor))

@@ -36,6 +36,25 @@ def test_a_world_that_fits_is_filled(pipeline, data, tensor):
     assert layout == Layout(pipeline, data, tensor)
 
 
+def test_copies_of_shards_divide_the_data_axis():
+    layout = Layout.of_world(24, pipeline=2, tensor=2, replicate=3)
+    assert (layout.data, layout.replicate, layout.shard, layout.replica) == (6, 3, 2, 4)
+    with pytest.raises(
+        ValueError, match=r"replicate_size=4 does not divide the data axis: 12 processes are 6 replicas"
+    ):
+        Layout.of_world(12, pipeline=2, replicate=4)
+
+
+def copies():
+    mesh = Mesh(Layout(1, 4, replicate=2), device=CPU)
+    return [mesh.replicate_rank, sum_over(mesh.shard_group), sum_over(mesh.replicate_group), sum_over(mesh.data_group)]
+
+
+def test_shards_of_one_copy_are_next_to_each_other():
+    first, second = (11, 1100), (101, 1010)
+    assert run_ranks(4, copies) == [[i // 2, first[i // 2], second[i % 2], 1111] for i in range(4)]
+
+
 @pytest.mark.parametrize(
     ("world_size", "pipeline", "tensor", "advice"),
     [(3, 2, 1, "Start 2 processes"), (1, 4, 1, "Start 4 processes"), (7, 2, 3, "Start 6 processes")],

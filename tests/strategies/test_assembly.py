@@ -26,6 +26,9 @@ OPTIONS = {
     "pipeline_layers": None,
     "partition": "balanced",
     "zero_stage": 1,
+    "replicate_size": 1,
+    "cpu_offload": False,
+    "reduce_dtype": "auto",
 }
 BLOCKS = [f"blocks.{i}" for i in range(4)]
 

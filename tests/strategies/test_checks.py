@@ -30,6 +30,9 @@ DEFAULTS = {
     "pipeline_layers": None,
     "partition": "balanced",
     "zero_stage": 1,
+    "cpu_offload": False,
+    "reduce_dtype": "auto",
+    "accumulate_on_cpu": False,
     "tensor_parallel_plan": "auto",
     "sequence_parallel": False,
 }
@@ -45,7 +48,8 @@ DEFAULTS = {
         {"partition": (3, 1), "pipeline_layers": ["encoder.block", "decoder.block"]},
         {"pipeline_layers": ""},  # the root itself
         *({"schedule": schedule} for schedule in SCHEDULES),
-        *({"zero_stage": stage} for stage in (0, 1)),
+        *({"zero_stage": stage} for stage in range(4)),
+        {"zero_stage": 3, "replicate_size": 4, "cpu_offload": True, "reduce_dtype": "bfloat16"},
         {"block_costs": [1, 0, 2.5], "max_stage_memory": 1},
         {"block_costs": (1.0,), "partition": "uniform"},
         {"tensor_parallel_size": 3, "sequence_parallel": "regather"},

@@ -18,6 +18,7 @@ from lightning_hybrid.parallel.tensor.assignment import Assignment
 from lightning_hybrid.parallel.tensor.axis import TensorAxis
 from lightning_hybrid.parallel.tensor.parallel import TensorParallel, whole_tree
 from lightning_hybrid.parallel.tensor.split_tensor import wrap
+from lightning_hybrid.parallel.zero import Zero
 from lightning_hybrid.strategies.optimizers import ParameterGroups
 from tests.launch import run_ranks
 
@@ -51,7 +52,7 @@ def assignments():
 def engine_of(root, layout):
     mesh = Mesh(layout, device=CPU)
     tensor = TensorParallel(root, assignments(), TensorAxis(mesh.tensor_group))
-    return Engine(root, None, mesh, schedule="auto", num_chunks=1, zero_stage=1, seed=0, tensor=tensor)
+    return Engine(root, None, mesh, schedule="auto", num_chunks=1, zero=Zero(1), seed=0, tensor=tensor)
 
 
 def fill(parameters):

@@ -1,0 +1,274 @@
+"""ZeRO by torch's `fully_shard` under any schedule: what is gathered, summed and let go of before, in and after passes.
+
+| stage | parameters are whole | gradients are summed and sharded |
+|---|---|---|
+| 1 | from a step's first forward to the last backward of its window | by the last backward passes of a window |
+| 2 | likewise | by every backward pass |
+| 3 | while a unit's forward, and then its backward, runs | by every backward pass |
+
+`fully_shard` expects that all replicas call the same modules in the same order. So what it would find out on the way is
+said here beforehand: which units the next backward pass belongs to, which of them it makes final, what to prefetch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_hybrid.compat import is_view
+from lightning_hybrid.functional.trees import map_leaves
+from lightning_hybrid.parallel.data_parallel import Backwards, maxima
+from lightning_hybrid.parallel.gradients import sum_gradients
+from lightning_hybrid.parallel.mesh import Mesh
+from lightning_hybrid.parallel.run import Result
+from lightning_hybrid.parallel.units import Unit
+
+
+class _Step(nn.Module):
+    """What `fully_shard` takes for the root: its forward returns also where the user's step leaves by an exception."""
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()
+        self.root = root
+
+    def forward(self, function: Callable[[], Result]) -> tuple[list[Tensor], Any]:
+        result = function()
+        return result.payload, result.output
+
+
+class Sharded:
+    """Each rank of a group of replicas owns a slice of every parameter, with its gradient and optimizer state.
+
+    Args:
+        root: The model; it is changed in place.
+        mesh: Groups of this rank; `replicate` of them may each hold all slices (arXiv:2304.11277, section 3.2.2).
+        units: What is gathered together; the rest of the model is one unit more.
+        zero_stage: 1, 2 or 3 (arXiv:1910.02054, section 5).
+        reduce_dtype: Type in which gradients are summed and kept until then; None takes the parameters'.
+        offload: Slices and their gradients live in host memory.
+
+    Attributes:
+        loose: Parameters that `fully_shard` cannot slice: every replica has them whole.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        mesh: Mesh,
+        units: Sequence[Unit] = (),
+        *,
+        zero_stage: int = 1,
+        reduce_dtype: torch.dtype | None = None,
+        offload: bool = False,
+    ) -> None:
+        # its advice is heeded by `_own_memory`, where modules reshard after forward
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        self._mesh, self._zero_stage, self._reduce_dtype = mesh, zero_stage, reduce_dtype
+        self.loose = loose_parameters(root)
+        policy = CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu") if offload else OffloadPolicy()
+        shard: Any = partial(
+            fully_shard,
+            mesh=_device_mesh(mesh),
+            reshard_after_forward=zero_stage == 3,
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False),
+            offload_policy=policy,
+            ignored_params=set(self.loose),
+        )
+        self._units: list[tuple[Unit, Any]] = []
+        for unit in units:
+            module = root.get_submodule(unit.name)
+            if zero_stage == 3:
+                module.register_forward_hook(_own_memory)
+            self._units.append((unit, shard(module)))
+        step = _Step(root)
+        self._root: Any = shard(step)
+        self._modules = [*(module for _, module in self._units), self._root]
+        for module in self._modules:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if hasattr(module, "set_reduce_scatter_unused_params"):  # since torch 2.13
+                module.set_reduce_scatter_unused_params(True)
+        self._fills = hasattr(self._root, "set_reduce_scatter_unused_params")
+        self._set_prefetching()
+        self.sharded = {name: p for name, p in root.named_parameters() if isinstance(p, DTensor)}
+        self._present = set[str]()  # names of those that have got a gradient in this window
+        self._is_gathered = False
+        self._order: list[tuple[int, int]] = []
+        self._reduce = False
+        self._initialise(root)
+
+    def step(self, function: Callable[[], Result]) -> Result:
+        """Run one stage once, inside the root's hooks."""
+        payload, output = self._root(function)
+        return Result(payload, output)
+
+    def begin(self, backwards: Backwards, *, reduce: bool) -> None:
+        """Learn which backward pass is the last of each unit: it makes the unit's gradients final."""
+        self._order, self._reduce, self._index = list(backwards), reduce, 0
+        last = {stage: index for index, (stage, _) in enumerate(self._order)}
+        self._last = [max(last.get(stage, -1) for stage in unit.stages) for unit, _ in self._units]
+
+    def before_backward(self, stage: int, micro_batch: int) -> None:
+        """Say of each unit whether this pass sums its gradients, and lets go of its parameters."""
+        index = self._index
+        assert self._order[index] == (stage, micro_batch), "backward passes run in the order that begin() was told"
+        self._index += 1
+        for (unit, module), last in zip(self._units, self._last, strict=True):
+            self._set(module, runs=stage in unit.stages, left=last - index)
+        left = len(self._order) - 1 - index
+        self._set(self._root, runs=True, left=left)
+        self._root.set_is_last_backward(self._reduce and left == 0)
+
+    def finish(self) -> None:
+        """Take back the zeros of parameters that no replica has used, and sum what is not sharded."""
+        if self._fills:
+            trained = {name: p for name, p in self.sharded.items() if p.requires_grad}
+            present = [name in self._present for name in trained]
+            counts = torch.tensor(present, dtype=torch.int32, device=self._mesh.device)
+            dist.all_reduce(counts, group=self._mesh.data_group)
+            for parameter, replicas in zip(trained.values(), counts.tolist(), strict=True):
+                if not replicas:
+                    parameter.grad = None
+        self._present.clear()
+        sum_gradients([p for p in self.loose if p.requires_grad], self._mesh.data_group, at_least=self._reduce_dtype)
+
+    def abandon(self) -> None:
+        """The parameters stay sharded."""
+        self._present.clear()
+
+    def held_parameters(self) -> list[nn.Parameter]:
+        """All that may have gradients: the slices, and what modules show in their place while it is whole."""
+        shown = list(self._root.root.parameters())
+        return list(dict.fromkeys([*self.sharded.values(), *shown]))
+
+    def gather(self) -> None:
+        """Make all parameters whole until `scatter`: forward passes then need no collective."""
+        self._is_gathered = True
+        if self._zero_stage == 3:
+            self._root.set_reshard_after_forward(False)
+        for module in self._modules:
+            module.unshard()
+
+    def scatter(self) -> None:
+        """Free the gathered parameters."""
+        self._is_gathered = False
+        for module in self._modules:
+            module.reshard()
+        if self._zero_stage == 3:
+            self._root.set_reshard_after_forward(True)
+
+    @contextmanager
+    def apart(self, number: int, *, wanted: bool) -> Iterator[None]:
+        """Context in which replicas may run different forward passes; all of them enter it together.
+
+        Args:
+            number: Passes that this replica is going to run.
+            wanted: It may run others besides.
+        """
+        if self._zero_stage < 3 or self._is_gathered:
+            yield
+            return
+        least, most, any_wants = maxima(self._mesh, -number, number, int(wanted))
+        if not any_wants and -least == most:
+            yield
+            return
+        self.gather()
+        try:
+            yield
+        finally:
+            self.scatter()
+
+    def _set(self, module: FSDPModule, *, runs: bool, left: int) -> None:
+        """Prepare one unit for the next backward pass.
+
+        Args:
+            module: The unit.
+            runs: The pass may give it gradients.
+            left: Passes from this one to its last; below 0 behind that.
+        """
+        last = self._reduce and left == 0
+        module.set_requires_gradient_sync(runs and (self._zero_stage > 1 or last), recurse=False)
+        if self._zero_stage > 1 and self._fills:  # copies of slices are summed once, like all of stage 1
+            module.set_requires_all_reduce(last, recurse=False)
+        module.set_reshard_after_backward(self._zero_stage == 3 or (self._reduce and left <= 0), recurse=False)
+
+    def _set_prefetching(self) -> None:
+        """A block fetches its neighbour on the same stage ahead; nothing else does.
+
+        By default a module gathers what ran before it, and that differs between replicas if only one of them has probed
+        a new shape. Where parameters stay whole until the last backward pass, there is nothing to fetch.
+        """
+        for module in self._modules:
+            module.set_modules_to_backward_prefetch([module])  # none but itself, which is gathered
+        blocks = [(unit.stages, module) for unit, module in self._units if unit.is_block]
+        for (stages, module), (next_stages, following) in pairwise(blocks):
+            if self._zero_stage == 3 and stages == next_stages:
+                module.set_modules_to_forward_prefetch([following])
+                following.set_modules_to_backward_prefetch([module])
+
+    def _initialise(self, root: nn.Module) -> None:
+        """Gather each unit once, to watch the whole parameters that `fully_shard` keeps for good.
+
+        All of them count as trainable while it takes note of their types: some may be thawed later.
+        """
+        frozen = [p for p in self.sharded.values() if not p.requires_grad and p.is_floating_point()]
+        for shard in frozen:
+            shard.requires_grad_(True)
+        with torch.no_grad():
+            self._root(lambda: Result([], None))
+            self._root.reshard()
+            for module in self._modules:
+                module.unshard()
+                for name, parameter in root.named_parameters():
+                    if name in self.sharded and not isinstance(parameter, DTensor) and parameter.requires_grad:
+                        parameter.register_post_accumulate_grad_hook(partial(self._note, name))
+                module.reshard()
+        for shard in frozen:
+            shard.requires_grad_(False)
+
+    def _note(self, name: str, _: Tensor) -> None:
+        self._present.add(name)
+
+
+def loose_parameters(root: nn.Module) -> list[nn.Parameter]:
+    """What `fully_shard` cannot slice, or not together with the rest: scalars, odd strides, a second type."""
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in root.parameters():
+        if parameter.is_floating_point():
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    main = max(sizes, key=sizes.__getitem__, default=None)
+    return [
+        p
+        for p in root.parameters()
+        if p.ndim == 0 or not p.is_contiguous() or (p.is_floating_point() and p.dtype != main)
+    ]
+
+
+def _device_mesh(mesh: Mesh) -> DeviceMesh:
+    kind = mesh.device.type
+    if mesh.layout.replicate == 1:
+        return DeviceMesh.from_group(mesh.data_group, kind, mesh_dim_names=("shard",))
+    ranks = torch.tensor(mesh.data_ranks).view(mesh.layout.replicate, -1)
+    groups = [mesh.replicate_group, mesh.shard_group]
+    return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def _own_memory(module: nn.Module, args: Any, output: Any) -> Any:
+    """Outputs that are no views: `fully_shard` loses sight of a view that is written to, and gathers too late."""
+
+    def own(leaf: Any) -> Any:
+        is_seen = isinstance(leaf, Tensor) and leaf.requires_grad and is_view(leaf)
+        return leaf.clone() if is_seen else leaf
+
+    return map_leaves(own, output)

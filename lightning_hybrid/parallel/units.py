@@ -1,0 +1,82 @@
+"""Chooses the modules whose parameters are gathered and whose gradients are summed together: the blocks, and a few."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_hybrid.parallel.cut import StageCut, ancestors_of, outside_modules
+
+ONLY_STAGE = 0
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module with parameters of its own.
+
+    Attributes:
+        name: Dotted name.
+        stages: Stages of this rank whose runs call it, ascending.
+        is_block: One of the blocks, in their order; else a module beside them.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+    is_block: bool = True
+
+
+def choose_units(
+    root: nn.Module,
+    cut: StageCut | None,
+    blocks: Sequence[str],
+    *,
+    zero_stage: int,
+    callers: Mapping[str, Collection[int]] | None = None,
+    excluded: Collection[str] = (),
+) -> list[Unit]:
+    """The units of one rank, blocks first and in order; all that is in none of them is one unit more, the root's.
+
+    Stage 1 without a pipeline keeps everything together: a gather and a sum a step, whatever the replicas compute. In
+    stage 3 a module beside the blocks with at least half as many parameters as the smallest block is a unit too;
+    smaller ones would only make more messages.
+
+    Args:
+        root: The model.
+        cut: This rank's view of it; None without a pipeline.
+        blocks: Names of all blocks.
+        zero_stage: 1, 2 or 3.
+        callers: Of each module beside the blocks, the stages that call it; unused without a pipeline.
+        excluded: Modules whose parameters are read past their calls.
+    """
+    if zero_stage == 1 and cut is None:
+        return []
+    users = Counter(id(p) for module in root.modules() for p in module.parameters(recurse=False))
+
+    def is_whole(name: str) -> bool:
+        """Whether it has parameters, and shares none: what others hold too must be in the root's unit."""
+        parameters = list(root.get_submodule(name).parameters())
+        return name not in excluded and bool(parameters) and all(users[id(p)] == 1 for p in parameters)
+
+    if cut is None:
+        units = [Unit(name, (ONLY_STAGE,)) for name in blocks]
+    else:
+        units = [Unit(cut.blocks[i], (stage,)) for stage in cut.stages for i in cut.blocks_of_stage(stage)]
+    units = [unit for unit in units if is_whole(unit.name)]
+    if zero_stage < 3 or not units:
+        return units
+    least = min(_size(root, unit.name) for unit in units) / 2
+    taken = set[int]()  # a module may have a second name, or be within another one
+    for name in outside_modules(root, ancestors_of(blocks), set(blocks)):
+        calling = [ONLY_STAGE] if cut is None else [s for s in (callers or {}).get(name, ()) if s in cut.stages]
+        inside = {id(parameter) for parameter in root.get_submodule(name).parameters()}
+        if calling and is_whole(name) and not taken & inside and _size(root, name) >= least:
+            units.append(Unit(name, tuple(calling), is_block=False))
+            taken |= inside
+    return units
+
+
+def _size(root: nn.Module, name: str) -> int:
+    return sum(parameter.numel() for parameter in root.get_submodule(name).parameters())

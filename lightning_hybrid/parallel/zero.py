@@ -1,0 +1,110 @@
+"""What the keywords ask of data parallelism, and a model sharded accordingly once it is known who reads what."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_hybrid.parallel.cut import StageCut, ancestors_of, outside_modules
+from lightning_hybrid.parallel.data_parallel import maxima
+from lightning_hybrid.parallel.mesh import Mesh
+from lightning_hybrid.parallel.probe_run import uncompiled
+from lightning_hybrid.parallel.reads import ReadWatch
+from lightning_hybrid.parallel.sharding import Sharded
+from lightning_hybrid.parallel.snapshot import Snapshot
+from lightning_hybrid.parallel.tensor.regions import bypass_sharding
+from lightning_hybrid.parallel.units import choose_units
+
+
+@dataclass(frozen=True)
+class Zero:
+    """How states are spread over the data axis.
+
+    Attributes:
+        stage: 0 to 3; 0 shards nothing.
+        blocks: Names of the model's blocks.
+        reduce_dtype: Type in which gradients are summed; None takes each parameter's own.
+        offload: Shards live in host memory, also those of one replica.
+    """
+
+    stage: int = 0
+    blocks: Sequence[str] = ()
+    reduce_dtype: torch.dtype | None = None
+    offload: bool = False
+
+    def shards(self, mesh: Mesh) -> bool:
+        """Whether anything is sharded or moved."""
+        return self.stage > 0 and (mesh.layout.data > 1 or self.offload)
+
+    def spread(self, number: int, mesh: Mesh) -> tuple[int, int]:
+        """Least and most over the replicas, where all must run equally many passes; they call it together."""
+        if self.stage < 2 or mesh.layout.data == 1:
+            return number, number
+        least, most = maxima(mesh, -number, number)
+        return -least, most
+
+    def watch(self, root: nn.Module, mesh: Mesh) -> ReadWatch | None:
+        """What finds modules that are read past their calls, where that matters."""
+        if self.stage < 2 or not self.shards(mesh):
+            return None
+        beside = outside_modules(root, ancestors_of(self.blocks), set(self.blocks)) if self.stage == 3 else []
+        return ReadWatch(root, [*self.blocks, *beside])
+
+    def shard(
+        self,
+        root: nn.Module,
+        cut: StageCut | None,
+        mesh: Mesh,
+        callers: Mapping[str, Sequence[int]],
+        reads: ReadWatch | None,
+    ) -> Sharded:
+        """Shard the model in place; all replicas call it together.
+
+        Args:
+            root: The model.
+            cut: This rank's view of it; None without a pipeline.
+            mesh: Groups of this rank.
+            callers: Of modules beside the blocks, the stages that call them.
+            reads: What the watch has found.
+        """
+        everyone: list[Any] = [set()] * mesh.layout.data
+        if reads is not None:
+            dist.all_gather_object(everyone, reads.found, group=mesh.data_group)
+        excluded = set().union(*everyone)
+        units = choose_units(root, cut, self.blocks, zero_stage=self.stage, callers=callers, excluded=excluded)
+        sharded = Sharded(
+            root, mesh, units, zero_stage=self.stage, reduce_dtype=self.reduce_dtype, offload=self.offload
+        )
+        bypass_sharding(root)
+        if cut is not None:
+            cut.refresh()
+        return sharded
+
+
+def reduction_dtype(name: str, dtypes: Collection[torch.dtype]) -> torch.dtype | None:
+    """Type in which gradients are summed: the one that is named, or for "auto" float32 where parameters have 16 bits.
+
+    Args:
+        name: "auto", or a floating-point type of torch.
+        dtypes: The parameters' types.
+
+    Returns:
+        None where gradients are summed in their own type.
+    """
+    if name == "auto":
+        return torch.float32 if dtypes and all(dtype.itemsize == 2 for dtype in dtypes) else None
+    dtype: torch.dtype = getattr(torch, name)
+    return None if dtypes == {dtype} else dtype
+
+
+@contextmanager
+def dry_run(root: nn.Module, device: torch.device, reads: ReadWatch) -> Iterator[None]:
+    """Context of a step that is watched; the model, its metrics and random streams are as before afterwards."""
+    with Snapshot(root, device), uncompiled(), reads:
+        yield
