@@ -154,18 +154,19 @@ class Struck(Small):
             block.register_full_backward_pre_hook(self.backward_hook)
 
 
-def strike(folder, rank, moment, way):
+def strike(folder, rank, moment, way, pipeline=2, tensor=1):
     watch.GRACE = 1.0
     fault = Fault(rank, moment, way)
     checkpoint = ModelCheckpoint(folder, "{epoch}-{step}", every_n_train_steps=2, save_top_k=-1)
-    train(Struck(fault), callbacks=[fault, checkpoint], max_epochs=2)
+    train(Struck(fault), pipeline, tensor, callbacks=[fault, checkpoint], max_epochs=2)
 
 
-def train(module, pipeline=2, **options):
+def train(module, pipeline=2, tensor=1, **options):
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     devices = int(os.environ.get("WORLD_SIZE", 2))
-    trainer = Trainer(accelerator="cpu", devices=devices, strategy=hybrid(pipeline), **quiet, **options)
-    data = devices // pipeline
+    strategy = hybrid(pipeline, tensor_parallel_size=tensor, tensor_parallel_plan={"linear": "rowwise"})
+    trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, **quiet, **options)
+    data = devices // (pipeline * tensor)
     validation = share(8, data) if is_overridden("validation_step", module) else None
     trainer.fit(module, share(16, data), validation)
 

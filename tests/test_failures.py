@@ -36,6 +36,15 @@ def test_all_ranks_end_when_one_is_struck(rank, moment, way, tmp_path):
     check_clean_end(run_job(size, strike, tmp_path, rank, moment, way), tmp_path, rank, way)
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "rank", "moment", "way"),
+    [(1, 1, "backward", "kill"), (1, 0, "forward", "raise"), (1, 1, "save", "kill"), (2, 3, "forward", "kill")],
+)
+def test_all_ranks_of_a_tensor_axis_end_when_one_is_struck(pipeline, rank, moment, way, tmp_path):
+    ended = run_job(2 * pipeline, strike, tmp_path, rank, moment, way, pipeline, 2)
+    check_clean_end(ended, tmp_path, rank, way)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("starter", "rank", "moment", "way"),
