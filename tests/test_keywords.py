@@ -76,7 +76,7 @@ KEYWORDS = [
         {"cpu_offload": True, "zero_stage": 0},
         "cpu_offload=True keeps shards in host memory, and zero_stage=0 makes none.",
     ),
-    ({"accumulate_on_cpu": True}, "accumulate_on_cpu=True is not supported yet; leave it False."),
+    ({"accumulate_on_cpu": 1}, "accumulate_on_cpu=1 is not True or False."),
     ({"pipeline_layers": 7}, "pipeline_layers=7"),
 ]
 

@@ -31,8 +31,14 @@ class DataParallel(Protocol):
     def step(self, function: Callable[[], Result]) -> Result:
         """Run one stage once."""
 
-    def begin(self, backwards: Backwards, *, reduce: bool) -> None:
-        """Learn the order of the coming backward passes, and whether gradients are reduced after them."""
+    def begin(self, backwards: Backwards, *, reduce: bool, hold: bool = False) -> None:
+        """Learn the order of the coming backward passes.
+
+        Args:
+            backwards: They.
+            reduce: Their gradients are summed over the replicas, with all that has accumulated.
+            hold: The accumulation window goes on after them, with the same parameters.
+        """
 
     def before_backward(self, stage: int, micro_batch: int) -> None:
         """Prepare for one backward pass."""
@@ -72,7 +78,7 @@ class Replicated:
         """Run one stage once."""
         return function()
 
-    def begin(self, backwards: Backwards, *, reduce: bool) -> None:
+    def begin(self, backwards: Backwards, *, reduce: bool, hold: bool = False) -> None:
         """The last backward of each stage makes gradients final."""
         self._order, self._index, self._reduce = list(backwards), 0, reduce and self._group.size() > 1
         self._last = {stage: index for index, (stage, _) in enumerate(self._order)}

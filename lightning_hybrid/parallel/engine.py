@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.functional.lowering import lower
 from lightning_hybrid.functional.schedules import Kind, choose, forward_only
 from lightning_hybrid.parallel.cut import StageCut
-from lightning_hybrid.parallel.data_parallel import DataParallel, Replicated, broadcast_buffers
+from lightning_hybrid.parallel.data_parallel import broadcast_buffers
 from lightning_hybrid.parallel.executor import Event, Executor, Step, Work
-from lightning_hybrid.parallel.gradients import sum_gradients
+from lightning_hybrid.parallel.holdings import Holdings
 from lightning_hybrid.parallel.mesh import Mesh
-from lightning_hybrid.parallel.ownership import Ownership, settle
+from lightning_hybrid.parallel.ownership import Ownership
 from lightning_hybrid.parallel.plan import Plan
 from lightning_hybrid.parallel.planner import Planner
 from lightning_hybrid.parallel.probe_run import ProbeRun
 from lightning_hybrid.parallel.run import Result, StageRun
-from lightning_hybrid.parallel.sharding import Sharded
 from lightning_hybrid.parallel.streams import Streams
 from lightning_hybrid.parallel.tensor.parallel import TensorParallel
 from lightning_hybrid.parallel.zero import Zero, dry_run
 
 
-class Engine:
+class Engine(Holdings):
     """Runs the user's steps over the stages of this rank.
 
     Args:
@@ -60,30 +58,16 @@ class Engine:
         seed: int,
         tensor: TensorParallel | None = None,
     ) -> None:
-        self.root, self.cut, self.mesh, self.tensor = root, cut, mesh, tensor
+        super().__init__(root, cut, mesh, zero, tensor)
         self.num_stages = mesh.layout.pipeline * num_chunks
         self.num_samples = 1
         self.executor = Executor(mesh, self.num_stages)
-        self.data: DataParallel = Replicated(cut, root, mesh, reduce_dtype=zero.reduce_dtype)
-        self.ownership: Ownership | None = None
-        self.zero, self.seed = zero, seed
-        self._reads = zero.watch(root, mesh)
-        self._whole: dict[str, nn.Parameter] | None = None
+        self.seed = seed
         self.planner = Planner(cut, mesh, self._run_probe, self._around_probe) if cut is not None else None
         self._runs: dict[tuple[int, int], StageRun] = {}
         size = mesh.layout.pipeline
         self._program = cache(lambda m: lower(choose(schedule, size, m, num_chunks), self.num_stages))
         self._forward_program = cache(lambda m: lower(forward_only(size, m, num_chunks), self.num_stages))
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether this rank has only some of the parameters, or slices or shards of them."""
-        return self.cut is not None or self.tensor is not None or isinstance(self.data, Sharded)
-
-    @property
-    def stand_ins(self) -> Collection[str]:
-        """Names of parameters that other stages have, and something empty stands for here."""
-        return self.cut.stand_ins if self.cut is not None else ()
 
     def prepare(self, step: Step, *, training: bool) -> list[dict[int, Plan]]:
         """Plans of each micro-batch; structures and shapes not met before are probed."""
@@ -107,9 +91,9 @@ class Engine:
         Args:
             make_step: Makes a step whose records nobody looks at.
         """
-        if self._reads is not None and self.cut is None:
+        if self.reads is not None and self.cut is None:
             step = make_step()
-            with self._surroundings(), dry_run(self.root, self.mesh.device, self._reads):
+            with self._surroundings(), dry_run(self.root, self.mesh.device, self.reads):
                 if self._is_shared:
                     self._start_streams(step, 0)
                 step.call(0)
@@ -126,22 +110,8 @@ class Engine:
             self.data.scatter()  # the optimizer is about to change the shards
 
     def settle(self) -> Ownership | None:
-        """After the first training probe: each rank keeps what its stages read, sharded over the data axis.
-
-        Returns:
-            The new ownership, or None if it had been settled before.
-        """
-        if self.ownership is not None:
-            return None
-        if self.cut is not None and self.planner is not None:
-            self.ownership = settle(self.cut, self.mesh, self.planner.needs)
-        else:
-            self.ownership = Ownership({name: (0,) for name, _ in self.root.named_parameters()}, {}, {}, {}, [])
-        if self.zero.shards(self.mesh):
-            self.data = self.zero.shard(self.root, self.cut, self.mesh, self.ownership.callers, self._reads)
-        self._reads = None
-        self._whole = dict(self.root.named_parameters())
-        return self.ownership
+        """After the first training probe: keep what this rank's stages read; None if that had been done before."""
+        return self.keep(self.planner.needs if self.planner is not None else {})
 
     def train(
         self,
@@ -160,10 +130,12 @@ class Engine:
             seed: For a micro-batch and the last stage's output, the scalar to differentiate and its weight.
             weight: Weight of a micro-batch where it does not depend on that output, else None.
             reduce: This batch ends an accumulation window: sum the gradients over replicas, tensor axis and holders.
+                What accumulates on the host is summed over the replicas after each batch.
         """
         program = self._program(len(plans))[self.mesh.pipeline_rank]
         backwards = [(a.stage, a.micro_batch) for a in program if a.kind is Kind.BACKWARD]
-        self.data.begin(backwards, reduce=reduce)
+        to_host = self.accumulation is not None
+        self.data.begin(backwards, reduce=reduce or to_host, hold=not reduce)
         with self._surroundings():
             work = Work(
                 program, plans, self._forward(step, plans), seed, weight, self.data.before_backward, self._forget
@@ -173,8 +145,13 @@ class Engine:
             except BaseException:
                 self.data.abandon()
                 raise
-        if reduce:
+        if reduce or to_host:
             self.data.finish()
+        if self.accumulation is not None and not reduce:
+            self.accumulation.take(self.local_parameters())
+        if reduce:
+            if self.accumulation is not None:
+                self.accumulation.give_back()
             self.sum_deferred_gradients()
             if self.cut is not None and self.ownership is not None:
                 self.ownership.sum_shared_gradients(self.cut)
@@ -221,39 +198,6 @@ class Engine:
         dist.all_gather_object(everyone, self.executor.events, group=self.mesh.pipeline_group)
         return [event for other in everyone for event in other]
 
-    def local_parameters(self) -> list[nn.Parameter]:
-        """The parameters that are on this rank, in the model's order."""
-        return self.data.held_parameters()
-
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """The same by name, shared ones once."""
-        if self.cut is not None:
-            return self.cut.parameters
-        return dict(self.root.named_parameters()) if self._whole is None else self._whole
-
-    def counted_parameters(self) -> list[nn.Parameter]:
-        """Those that this rank counts in a norm: over the world, each parameter, slice or shard of one exactly once."""
-        return [parameter for name, parameter in self.named_parameters().items() if self._counts(name)]
-
-    def deferred_parameters(self) -> list[nn.Parameter]:
-        """Whole parameters of which each rank of the tensor axis has a part of the gradient only."""
-        deferred = self.tensor.deferred if self.tensor is not None else frozenset[str]()
-        return [p for name, p in self.named_parameters().items() if name in deferred and p.requires_grad]
-
-    def sum_deferred_gradients(self) -> None:
-        """Sum over the tensor axis what `deferred_parameters` have, in at least float32; its ranks call it together."""
-        if self.tensor is not None:
-            group, device = self.mesh.tensor_group, self.mesh.device
-            sum_gradients(self.deferred_parameters(), group, at_least=torch.float32, device=device)
-
-    def _counts(self, name: str) -> bool:
-        is_sharded = isinstance(self.data, Sharded) and name in self.data.sharded
-        if (self.mesh.replicate_rank if is_sharded else self.mesh.data_rank) > 0:
-            return False
-        is_split = self.tensor is not None and name in self.tensor.splits
-        owns = self.ownership is None or self.cut is None or self.ownership.owner(name) == self.mesh.pipeline_rank
-        return owns and (is_split or self.mesh.tensor_rank == 0)
-
     def _forward(self, step: Step, plans: list[dict[int, Plan]]) -> Callable[[int, int, list[Tensor]], Result]:
         def forward(stage: int, micro_batch: int, payload: list[Tensor]) -> Result:
             if self._is_shared:
@@ -272,7 +216,7 @@ class Engine:
 
     @contextmanager
     def _around_probe(self) -> Iterator[None]:
-        with self._tensor_step(), self._reads or nullcontext():
+        with self._tensor_step(), self.reads or nullcontext():
             yield
 
     def _forget(self, stage: int, micro_batch: int) -> None:

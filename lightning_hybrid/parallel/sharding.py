@@ -105,7 +105,7 @@ class Sharded:
         self._present = set[str]()  # names of those that have got a gradient in this window
         self._is_gathered = False
         self._order: list[tuple[int, int]] = []
-        self._reduce = False
+        self._reduce = self._hold = False
         self._initialise(root)
 
     def step(self, function: Callable[[], Result]) -> Result:
@@ -113,9 +113,9 @@ class Sharded:
         payload, output = self._root(function)
         return Result(payload, output)
 
-    def begin(self, backwards: Backwards, *, reduce: bool) -> None:
+    def begin(self, backwards: Backwards, *, reduce: bool, hold: bool = False) -> None:
         """Learn which backward pass is the last of each unit: it makes the unit's gradients final."""
-        self._order, self._reduce, self._index = list(backwards), reduce, 0
+        self._order, self._reduce, self._hold, self._index = list(backwards), reduce, hold, 0
         last = {stage: index for index, (stage, _) in enumerate(self._order)}
         self._last = [max(last.get(stage, -1) for stage in unit.stages) for unit, _ in self._units]
 
@@ -132,6 +132,9 @@ class Sharded:
 
     def finish(self) -> None:
         """Take back the zeros of parameters that no replica has used, and sum what is not sharded."""
+        if not self._hold:
+            for module in self._modules:
+                module.reshard()  # those that no backward pass has reached: the user may thaw their parameters now
         if self._fills:
             trained = {name: p for name, p in self.sharded.items() if p.requires_grad}
             present = [name in self._present for name in trained]
@@ -201,7 +204,8 @@ class Sharded:
         module.set_requires_gradient_sync(runs and (self._zero_stage > 1 or last), recurse=False)
         if self._zero_stage > 1 and self._fills:  # copies of slices are summed once, like all of stage 1
             module.set_requires_all_reduce(last, recurse=False)
-        module.set_reshard_after_backward(self._zero_stage == 3 or (self._reduce and left <= 0), recurse=False)
+        is_done = self._reduce and not self._hold and left <= 0
+        module.set_reshard_after_backward(self._zero_stage == 3 or is_done, recurse=False)
 
     def _set_prefetching(self) -> None:
         """A block fetches its neighbour on the same stage ahead; nothing else does.

@@ -31,12 +31,14 @@ class Zero:
         blocks: Names of the model's blocks.
         reduce_dtype: Type in which gradients are summed; None takes each parameter's own.
         offload: Shards live in host memory, also those of one replica.
+        accumulates_on_host: Gradients are in host memory between the batches of an accumulation window.
     """
 
     stage: int = 0
     blocks: Sequence[str] = ()
     reduce_dtype: torch.dtype | None = None
     offload: bool = False
+    accumulates_on_host: bool = False
 
     def shards(self, mesh: Mesh) -> bool:
         """Whether anything is sharded or moved."""

@@ -58,7 +58,7 @@ class Assembly:
     keys: list[str]
     groups: ParameterGroups | None
     is_plain: bool
-    _clipping: Clipping | None = None
+    clipping: Clipping | None = None
 
     def settle(self) -> None:
         """After the first training probe: keep what this rank needs, shard it, and tell the optimizers."""
@@ -117,14 +117,13 @@ class Assembly:
         if self.engine.mesh.layout.world_size > 1:
             self.hooks.install()
             compute_metrics_together(trainer)
-        if not self.is_plain:
-            self._clipping = Clipping(self.engine, precision, self.hooks.norm_watch)
+        self.clipping = Clipping(self.engine, precision, self.hooks.norm_watch)
 
     def remove(self) -> None:
         """Give everything back."""
         self.hooks.remove()
-        if self._clipping is not None:
-            self._clipping.remove()
+        if self.clipping is not None:
+            self.clipping.remove()
 
 
 def assemble(
@@ -186,7 +185,7 @@ def _zero(module: nn.Module, options: dict[str, Any], ground: Ground) -> Zero:
     """How states are sharded; the same on every rank."""
     dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
     dtype = reduction_dtype(options["reduce_dtype"], dtypes)
-    return Zero(options["zero_stage"], ground.blocks, dtype, options["cpu_offload"])
+    return Zero(options["zero_stage"], ground.blocks, dtype, options["cpu_offload"], options["accumulate_on_cpu"])
 
 
 def _warn_of_batch_norm(module: nn.Module, mesh: Mesh, num_microbatches: int | str) -> None:

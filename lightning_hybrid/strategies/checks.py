@@ -97,8 +97,6 @@ def _check_zero(options: Mapping[str, Any]) -> None:
         raise ValueError(
             "cpu_offload=True keeps shards in host memory, and zero_stage=0 makes none. Set zero_stage to 1, 2 or 3."
         )
-    if options["accumulate_on_cpu"]:
-        raise ValueError("accumulate_on_cpu=True is not supported yet; leave it False.")
 
 
 def _check_tensor(options: Mapping[str, Any]) -> None:
@@ -178,6 +176,11 @@ def check_module(module: LightningModule, layout: Layout, options: Mapping[str, 
             "automatic_optimization=False: the backward passes belong to the pipeline's schedule, with "
             f"pipeline_parallel_size={layout.pipeline} and num_microbatches={microbatches}. Let Lightning "
             "optimize, or set both to 1, where manual optimization and several optimizers work."
+        )
+    if not module.automatic_optimization and options["accumulate_on_cpu"]:
+        raise ValueError(
+            "accumulate_on_cpu=True with automatic_optimization=False: a manual step decides itself what accumulates. "
+            "Leave accumulate_on_cpu False, or let Lightning optimize."
         )
     if not module.automatic_optimization and layout.data > 1 and options["zero_stage"] > 0:
         rank_zero_warn(

@@ -44,17 +44,23 @@ class NormWatch(TorchFunctionMode):
             warnings.warn(
                 f"{self.hook} takes a norm. If it is one of gradients, it covers the parameters of this rank alone, "
                 "and differs from the whole model's: clip with gradient_clip_val or self.clip_gradients, which count "
-                "every parameter once.",
+                "every parameter once, and log self.trainer.strategy.gradient_norm(optimizer).",
                 stacklevel=2,
             )
         return func(*args, **(kwargs or {}))
 
 
 class Clipping:
-    """Takes the place of a precision plugin's clipping, which sees only what an optimizer on this rank holds."""
+    """Takes the place of a precision plugin's clipping, which sees only what an optimizer on this rank holds.
+
+    Attributes:
+        last_norm: Norm of the gradients that were last clipped by their norm, before that: a float64 scalar, equal on
+            all ranks; None before the first time.
+    """
 
     def __init__(self, engine: Engine, precision: Precision, watch: NormWatch | None = None) -> None:
         self._engine, self._precision, self._watch = engine, precision, watch or NormWatch()
+        self.last_norm: Tensor | None = None
         vars(precision).update(clip_grad_by_norm=self.by_norm, clip_grad_by_value=self.by_value)
 
     def remove(self) -> None:
@@ -66,7 +72,7 @@ class Clipping:
         """Scale all gradients so that their norm is at most `clip_val`."""
         if clip_val <= 0:
             return
-        norm = self.norm(optimizer)
+        norm = self.last_norm = self.norm(optimizer)
         held = [p for group in optimizer.param_groups for p in group["params"]]
         scale_gradients(held, (clip_val / (norm + EPSILON)).clamp(max=1.0))
 

@@ -48,7 +48,8 @@ class HybridPTDPStrategy(StatefulStrategy):
         cpu_offload: Shards, their gradients and optimizer states live in host memory.
         reduce_dtype: Type in which gradients are summed over the replicas; "auto" is float32 for 16-bit parameters, and
             else their own.
-        accumulate_on_cpu: False; True is refused in this version.
+        accumulate_on_cpu: Gradients are in host memory between the batches of an accumulation window; they are summed
+            over the replicas after each batch.
         tensor_parallel_plan: Styles of modules, by patterns of dotted names such as `"*.q_proj"`; "auto" takes the
             model's own plan, or recognises common blocks. Unused with a tensor_parallel_size of 1.
         sequence_parallel: What is between split matrices works on shards of the sequence (arXiv:2205.05198, section
@@ -124,7 +125,7 @@ class HybridPTDPStrategy(StatefulStrategy):
     def _is_plain(self) -> bool:
         """One process and one micro-batch: Lightning's own path serves."""
         alone = self.world_size == 1 and self.options["num_microbatches"] in ("auto", 1)
-        return alone and not self.options["cpu_offload"]
+        return alone and not (self.options["cpu_offload"] or self.options["accumulate_on_cpu"])
 
     def _group_parameters(self, trainer: Trainer, module: LightningModule) -> ParameterGroups:
         """Make the optimizers over the whole module, and note which parameters they have."""
@@ -251,6 +252,24 @@ class HybridPTDPStrategy(StatefulStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self.resuming.restore_random(self.ground.mesh, in_epoch=True)
+
+    def gradient_norm(self, optimizer: Optimizer) -> Tensor:
+        """2-norm of the gradients of the whole model; all ranks must call it, as in `on_before_optimizer_step`.
+
+        Args:
+            optimizer: Its parameters count, each once, wherever they are.
+
+        Returns:
+            A float64 scalar, equal on all ranks.
+        """
+        assert self.assembly.clipping is not None
+        return self.assembly.clipping.norm(optimizer)
+
+    @property
+    def last_gradient_norm(self) -> Tensor | None:
+        """Norm before the last clipping by norm, equal on all ranks; None if nothing was clipped so far."""
+        clipping = self._assembly.clipping if self._assembly is not None else None
+        return clipping.last_norm if clipping is not None else None
 
     def timeline(self) -> list[Event]:
         """Measured times of the last step's actions on all ranks of this replica's pipeline; all ranks must call it.

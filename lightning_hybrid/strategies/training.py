@@ -45,7 +45,7 @@ class Training:
         accumulate = trainer.accumulate_grad_batches
         first = trainer.fit_loop.batch_idx % accumulate == 0  # when Lightning zeroes gradients too
         if first:
-            take_gradients(engine.local_parameters())  # left over from a window that was never applied
+            engine.forget_gradients()  # of a window that was never applied
         if trainer.fit_loop.batch_idx == 0 and engine.planner is not None:
             engine.planner.heed_frozen()
         self.has_run = True

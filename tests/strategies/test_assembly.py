@@ -28,6 +28,7 @@ OPTIONS = {
     "zero_stage": 1,
     "replicate_size": 1,
     "cpu_offload": False,
+    "accumulate_on_cpu": False,
     "reduce_dtype": "auto",
 }
 BLOCKS = [f"blocks.{i}" for i in range(4)]

@@ -85,7 +85,7 @@ def test_layers_are_named_by_strings(value):
         check_keywords({**DEFAULTS, "pipeline_layers": value})
 
 
-OPTIONS = {"num_microbatches": "auto", "zero_stage": 0}
+OPTIONS = {"num_microbatches": "auto", "zero_stage": 0, "accumulate_on_cpu": False}
 SHARDED = {**OPTIONS, "zero_stage": 1}
 
 
@@ -131,6 +131,11 @@ def test_usual_modules_and_optimizers_pass():
     check_optimizers([AdamW([{"params": [weight]}])], Usual(), Layout(2, 2), SHARDED)
     check_optimizers([Adafactor([weight])], Usual(), Layout(2, 2), OPTIONS)
     check_optimizers([Adafactor([weight])], Usual(), Layout(2, 1), SHARDED)
+
+
+def test_manual_steps_accumulate_as_they_like():
+    with pytest.raises(ValueError, match="accumulate_on_cpu=True with automatic_optimization=False"):
+        check_module(Manual(), Layout(1, 1), {**OPTIONS, "accumulate_on_cpu": True})
 
 
 def test_optimizers_that_look_at_whole_matrices_are_refused_where_they_would_see_slices():

@@ -1,0 +1,117 @@
+"""What one rank holds of the model: parameters by name, shards and slices of them, and who counts which in a norm."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import nn
+
+from lightning_hybrid.parallel.accumulation import HostAccumulation
+from lightning_hybrid.parallel.cut import StageCut
+from lightning_hybrid.parallel.data_parallel import DataParallel, Replicated
+from lightning_hybrid.parallel.gradients import sum_gradients, take_gradients
+from lightning_hybrid.parallel.mesh import Mesh
+from lightning_hybrid.parallel.ownership import Ownership, settle
+from lightning_hybrid.parallel.plan import Needs
+from lightning_hybrid.parallel.sharding import Sharded
+from lightning_hybrid.parallel.tensor.parallel import TensorParallel
+from lightning_hybrid.parallel.zero import Zero
+
+
+class Holdings:
+    """The part of the model that is on this rank; it shrinks once, when it is known who reads what.
+
+    Args:
+        root: The model, already cut.
+        cut: The cut; None on a pipeline of one stage.
+        mesh: Groups of this rank.
+        zero: How states are sharded over the data axis.
+        tensor: What tensor parallelism has made of the model; None on a tensor axis of one rank.
+
+    Attributes:
+        data: Gathers parameters and sums gradients over the replicas.
+        ownership: Who has what outside the blocks; None before `settle`.
+        accumulation: Keeps gradients between the batches of a window in host memory, if that is asked for.
+        reads: Finds modules that are read past their calls; None where that does not matter, and after `settle`.
+    """
+
+    def __init__(
+        self, root: nn.Module, cut: StageCut | None, mesh: Mesh, zero: Zero, tensor: TensorParallel | None
+    ) -> None:
+        self.root, self.cut, self.mesh, self.zero, self.tensor = root, cut, mesh, zero, tensor
+        self.data: DataParallel = Replicated(cut, root, mesh, reduce_dtype=zero.reduce_dtype)
+        self.ownership: Ownership | None = None
+        self.accumulation = HostAccumulation() if zero.accumulates_on_host else None
+        self.reads = zero.watch(root, mesh)
+        self._whole: dict[str, nn.Parameter] | None = None
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether this rank has only some of the parameters, or slices or shards of them."""
+        return self.cut is not None or self.tensor is not None or isinstance(self.data, Sharded)
+
+    @property
+    def stand_ins(self) -> Collection[str]:
+        """Names of parameters that other stages have, and something empty stands for here."""
+        return self.cut.stand_ins if self.cut is not None else ()
+
+    def keep(self, needs: Mapping[int, Needs]) -> Ownership | None:
+        """Keep what this rank's stages read, sharded over the data axis.
+
+        Args:
+            needs: Of each stage of this rank, what it reads outside the blocks.
+
+        Returns:
+            The new ownership, or None if it had been settled before.
+        """
+        if self.ownership is not None:
+            return None
+        if self.cut is not None:
+            self.ownership = settle(self.cut, self.mesh, dict(needs))
+        else:
+            self.ownership = Ownership({name: (0,) for name, _ in self.root.named_parameters()}, {}, {}, {}, [])
+        if self.zero.shards(self.mesh):
+            self.data = self.zero.shard(self.root, self.cut, self.mesh, self.ownership.callers, self.reads)
+        self.reads = None
+        self._whole = dict(self.root.named_parameters())
+        return self.ownership
+
+    def forget_gradients(self) -> None:
+        """Drop what an accumulation window has left that was never applied."""
+        take_gradients(self.local_parameters())
+        if self.accumulation is not None:
+            self.accumulation.forget()
+
+    def local_parameters(self) -> list[nn.Parameter]:
+        """The parameters that are on this rank, in the model's order."""
+        return self.data.held_parameters()
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The same by name, shared ones once."""
+        if self.cut is not None:
+            return self.cut.parameters
+        return dict(self.root.named_parameters()) if self._whole is None else self._whole
+
+    def counted_parameters(self) -> list[nn.Parameter]:
+        """Those that this rank counts in a norm: over the world, each parameter, slice or shard of one exactly once."""
+        return [parameter for name, parameter in self.named_parameters().items() if self._counts(name)]
+
+    def deferred_parameters(self) -> list[nn.Parameter]:
+        """Whole parameters of which each rank of the tensor axis has a part of the gradient only."""
+        deferred = self.tensor.deferred if self.tensor is not None else frozenset[str]()
+        return [p for name, p in self.named_parameters().items() if name in deferred and p.requires_grad]
+
+    def sum_deferred_gradients(self) -> None:
+        """Sum over the tensor axis what `deferred_parameters` have, in at least float32; its ranks call it together."""
+        if self.tensor is not None:
+            group, device = self.mesh.tensor_group, self.mesh.device
+            sum_gradients(self.deferred_parameters(), group, at_least=torch.float32, device=device)
+
+    def _counts(self, name: str) -> bool:
+        is_sharded = isinstance(self.data, Sharded) and name in self.data.sharded
+        if (self.mesh.replicate_rank if is_sharded else self.mesh.data_rank) > 0:
+            return False
+        is_split = self.tensor is not None and name in self.tensor.splits
+        owns = self.ownership is None or self.cut is None or self.ownership.owner(name) == self.mesh.pipeline_rank
+        return owns and (is_split or self.mesh.tensor_rank == 0)
