@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -170,3 +170,29 @@ def before_backend(operation: Any, watch: Callable[[tuple[Any, ...]], object]) -
         return operation.redispatch(keys & below, *args, **kwargs)
 
     return kernel
+
+
+def copied_structure(module: nn.Module) -> nn.Module:
+    """A module of the same class and attributes, whose parameters, buffers and children may be replaced alone.
+
+    `copy.copy` shares the registries, which are private; `copy.deepcopy` copies what attributes refer to. Containers
+    that modules keep beside them, as `nn.LSTM` does, are copied too.
+    """
+    copy = object.__new__(type(module))
+    vars(copy).update({k: v.copy() if isinstance(v, dict | list | set) else v for k, v in vars(module).items()})
+    return copy
+
+
+def private_reset(module: nn.Module) -> Callable[[], object] | None:
+    """How `nn.MultiheadAttention` and `nn.Transformer` initialise themselves: they have no `reset_parameters`."""
+    return getattr(module, "_reset_parameters", None)
+
+
+def written_tensors(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Those arguments of an operation that it writes to; what its schema says has no public name."""
+    given = zip(operation._schema.arguments, args, strict=False)
+    named = {argument.name: argument for argument in operation._schema.arguments}
+    pairs = [*given, *((named[name], value) for name, value in kwargs.items() if name in named)]
+    written = [value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write]
+    values = [item for value in written for item in (value if isinstance(value, list | tuple) else [value])]
+    return [value for value in values if isinstance(value, Tensor)]

@@ -96,7 +96,7 @@ class Engine(Holdings):
             with self._surroundings(), dry_run(self.root, self.mesh.device, self.reads):
                 if self._is_shared:
                     self._start_streams(step, 0)
-                step.call(0)
+                self.data.step(lambda: Result([], step.call(0)))
 
     def recheck(self, step: Step, *, training: bool) -> None:
         """Probe a batch again whose loss is NaN: it may have taken a path that no probe saw.

@@ -79,7 +79,7 @@ def _refill(container: Any, items: list[tuple[Any, Any]]) -> None:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether its values can be copied and compared; an expanded tensor is a stand-in that nobody writes."""
-    return tensor.layout is torch.strided and not tensor.is_nested and 0 not in tensor.stride()
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta) and 0 not in tensor.stride()
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

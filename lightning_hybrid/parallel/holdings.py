@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_hybrid.parallel.accumulation import HostAccumulation
 from lightning_hybrid.parallel.cut import StageCut
-from lightning_hybrid.parallel.data_parallel import DataParallel, Replicated
+from lightning_hybrid.parallel.data_parallel import DataParallel
 from lightning_hybrid.parallel.gradients import sum_gradients, take_gradients
 from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.ownership import Ownership, settle
@@ -40,7 +40,7 @@ class Holdings:
         self, root: nn.Module, cut: StageCut | None, mesh: Mesh, zero: Zero, tensor: TensorParallel | None
     ) -> None:
         self.root, self.cut, self.mesh, self.zero, self.tensor = root, cut, mesh, zero, tensor
-        self.data: DataParallel = Replicated(cut, root, mesh, reduce_dtype=zero.reduce_dtype)
+        self.data: DataParallel = zero.start(root, cut, mesh)
         self.ownership: Ownership | None = None
         self.accumulation = HostAccumulation() if zero.accumulates_on_host else None
         self.reads = zero.watch(root, mesh)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.parallel.engine import Engine
+from lightning_hybrid.parallel.shards import shard_like
 
 
 def load_model_state(engine: Engine, keys: Sequence[str], state: Mapping[str, Any], *, strict: bool) -> None:
@@ -88,24 +87,6 @@ def _check_slices(engine: Engine, state: Mapping[str, Any], local: Mapping[str, 
                 f"The checkpoint does not fit {type(engine.root).__name__}: {name} has shape {list(found)} there and "
                 f"{list(wanted)} in the model. Load the checkpoint of the same model."
             )
-
-
-def shard_like(value: Any, like: Any) -> Any:
-    """This rank's shard of a whole tensor that has the shape of a sharded one; anything else as it is.
-
-    Every rank has the whole tensor, so that nothing is sent.
-    """
-    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
-        return value
-    if value.shape != like.shape:
-        return value
-    shard = distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
-    if shard.device == like.device:
-        return shard
-    part = shard.to_local().to(like.device)  # shards may live in host memory, beside the mesh's device
-    return DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
 
 
 def _check_groups(

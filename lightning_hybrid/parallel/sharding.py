@@ -57,6 +57,7 @@ class Sharded:
         zero_stage: 1, 2 or 3 (arXiv:1910.02054, section 5).
         reduce_dtype: Type in which gradients are summed and kept until then; None takes the parameters'.
         offload: Slices and their gradients live in host memory.
+        fill: Makes slices that are on the meta device.
 
     Attributes:
         loose: Parameters that `fully_shard` cannot slice: every replica has them whole.
@@ -71,11 +72,12 @@ class Sharded:
         zero_stage: int = 1,
         reduce_dtype: torch.dtype | None = None,
         offload: bool = False,
+        fill: Callable[[], None] | None = None,
     ) -> None:
         # its advice is heeded by `_own_memory`, where modules reshard after forward
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self._mesh, self._zero_stage, self._reduce_dtype = mesh, zero_stage, reduce_dtype
-        self.loose = loose_parameters(root)
+        loose = loose_parameters(root)
         policy = CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu") if offload else OffloadPolicy()
         shard: Any = partial(
             fully_shard,
@@ -83,7 +85,7 @@ class Sharded:
             reshard_after_forward=zero_stage == 3,
             mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False),
             offload_policy=policy,
-            ignored_params=set(self.loose),
+            ignored_params=set(loose.values()),
         )
         self._units: list[tuple[Unit, Any]] = []
         for unit in units:
@@ -101,7 +103,11 @@ class Sharded:
                 module.set_reduce_scatter_unused_params(True)
         self._fills = hasattr(self._root, "set_reduce_scatter_unused_params")
         self._set_prefetching()
-        self.sharded = {name: p for name, p in root.named_parameters() if isinstance(p, DTensor)}
+        if fill is not None:
+            fill()
+        present = dict(root.named_parameters())
+        self.loose = [present[name] for name in loose]
+        self.sharded = {name: p for name, p in present.items() if isinstance(p, DTensor)}
         self._present = set[str]()  # names of those that have got a gradient in this window
         self._is_gathered = False
         self._order: list[tuple[int, int]] = []
@@ -245,18 +251,18 @@ class Sharded:
         self._present.add(name)
 
 
-def loose_parameters(root: nn.Module) -> list[nn.Parameter]:
+def loose_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
     """What `fully_shard` cannot slice, or not together with the rest: scalars, odd strides, a second type."""
     sizes: dict[torch.dtype, int] = {}
     for parameter in root.parameters():
         if parameter.is_floating_point():
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
     main = max(sizes, key=sizes.__getitem__, default=None)
-    return [
-        p
-        for p in root.parameters()
+    return {
+        name: p
+        for name, p in root.named_parameters()
         if p.ndim == 0 or not p.is_contiguous() or (p.is_floating_point() and p.dtype != main)
-    ]
+    }
 
 
 def _device_mesh(mesh: Mesh) -> DeviceMesh:

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hybrid.parallel.cut import StageCut, ancestors_of, outside_modules
-from lightning_hybrid.parallel.data_parallel import maxima
+from lightning_hybrid.parallel.data_parallel import DataParallel, Replicated, maxima
 from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.probe_run import uncompiled
 from lightning_hybrid.parallel.reads import ReadWatch
 from lightning_hybrid.parallel.sharding import Sharded
 from lightning_hybrid.parallel.snapshot import Snapshot
+from lightning_hybrid.parallel.streaming import Streamed, Streaming
 from lightning_hybrid.parallel.tensor.regions import bypass_sharding
 from lightning_hybrid.parallel.units import choose_units
 
@@ -32,6 +33,7 @@ class Zero:
         reduce_dtype: Type in which gradients are summed; None takes each parameter's own.
         offload: Shards live in host memory, also those of one replica.
         accumulates_on_host: Gradients are in host memory between the batches of an accumulation window.
+        streaming: Blocks whose parameters are not to be in memory before they are sharded, if there are.
     """
 
     stage: int = 0
@@ -39,6 +41,7 @@ class Zero:
     reduce_dtype: torch.dtype | None = None
     offload: bool = False
     accumulates_on_host: bool = False
+    streaming: Streaming | None = None
 
     def shards(self, mesh: Mesh) -> bool:
         """Whether anything is sharded or moved."""
@@ -50,6 +53,12 @@ class Zero:
             return number, number
         least, most = maxima(mesh, -number, number)
         return -least, most
+
+    def start(self, root: nn.Module, cut: StageCut | None, mesh: Mesh) -> DataParallel:
+        """What runs the model until it is sharded."""
+        if self.streaming is not None:
+            return Streamed(cut, root, mesh, self.streaming, reduce_dtype=self.reduce_dtype)
+        return Replicated(cut, root, mesh, reduce_dtype=self.reduce_dtype)
 
     def watch(self, root: nn.Module, mesh: Mesh) -> ReadWatch | None:
         """What finds modules that are read past their calls, where that matters."""
@@ -80,8 +89,16 @@ class Zero:
             dist.all_gather_object(everyone, reads.found, group=mesh.data_group)
         excluded = set().union(*everyone)
         units = choose_units(root, cut, self.blocks, zero_stage=self.stage, callers=callers, excluded=excluded)
+        if self.streaming is not None:
+            self.streaming.stop()
         sharded = Sharded(
-            root, mesh, units, zero_stage=self.stage, reduce_dtype=self.reduce_dtype, offload=self.offload
+            root,
+            mesh,
+            units,
+            zero_stage=self.stage,
+            reduce_dtype=self.reduce_dtype,
+            offload=self.offload,
+            fill=self.streaming.materialiser.fill if self.streaming is not None else None,
         )
         bypass_sharding(root)
         if cut is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,10 @@ from lightning_hybrid.parallel.cut import StageCut
 from lightning_hybrid.parallel.data_parallel import broadcast_value
 from lightning_hybrid.parallel.engine import Engine
 from lightning_hybrid.parallel.loading import load_model_state, load_optimizer_state
+from lightning_hybrid.parallel.materialising import Materialiser, without_meta
 from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.saving import gather_model_state, gather_optimizer_state, state_keys
+from lightning_hybrid.parallel.streaming import Streaming
 from lightning_hybrid.parallel.tensor.axis import TensorAxis
 from lightning_hybrid.parallel.tensor.install import install
 from lightning_hybrid.parallel.tensor.parallel import TensorParallel, refuse_outside_steps
@@ -65,8 +67,19 @@ class Assembly:
         if self.engine.settle() is not None and self.groups is not None:
             self.groups.keep(self.engine.named_parameters())
 
+    def make_whole(self) -> None:
+        """End the streaming of blocks: what is saved or loaded must be in memory."""
+        streaming = self.engine.zero.streaming
+        if streaming is not None and streaming.active:
+            streaming.finish()
+            if self.engine.cut is not None:
+                self.engine.cut.refresh()
+            if self.groups is not None:
+                self.groups.keep(self.engine.named_parameters())
+
     def model_state(self) -> dict[str, Any]:
         """State of the whole model on world rank 0, empty elsewhere."""
+        self.make_whole()
         return gather_model_state(self.engine, self.keys)
 
     def optimizer_state(self, optimizers: Sequence[Optimizer], optimizer: Optimizer) -> dict[str, Any]:
@@ -78,6 +91,7 @@ class Assembly:
 
     def load_model_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Load this rank's part of a whole model's state."""
+        self.make_whole()
         load_model_state(self.engine, self.keys, state, strict=strict)
 
     def load_optimizer_states(self, optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any]) -> None:
@@ -156,17 +170,19 @@ def assemble(
         _turn_off_nested_tensors(module)
         if groups is not None:
             groups.keep(cut.parameters)
-    module.to(mesh.device)
+    streaming = _initialise(module, ground, zero, cut, tensor)
     engine = Engine(
         module,
         cut,
         mesh,
         schedule=options["schedule"],
         num_chunks=options["num_chunks"],
-        zero=zero,
+        zero=replace(zero, streaming=streaming),
         seed=ground.seed,
         tensor=tensor,
     )
+    if ground.initialiser is not None and groups is not None:
+        groups.keep(engine.named_parameters())
     metrics = MetricObjects(module, mesh, cut.keeper if cut else None)
     num_microbatches = options["num_microbatches"]
     runner = StepRunner(module, engine, metrics, options["schedule"], options["num_chunks"], num_microbatches)
@@ -179,6 +195,30 @@ def _split(module: nn.Module, options: dict[str, Any], ground: Ground) -> Tensor
     install(module, ground.runs, tensor, ground.assignments, sequence_parallel=options["sequence_parallel"])
     refuse_outside_steps(module, tensor)
     return tensor
+
+
+def _initialise(
+    module: LightningModule, ground: Ground, zero: Zero, cut: StageCut | None, tensor: TensorParallel | None
+) -> Streaming | None:
+    """Make what is on the meta device, and move all to the device.
+
+    Returns:
+        The blocks that are made while they run only, because they are going to be sharded; None if there are none.
+    """
+    mesh, streaming = ground.mesh, None
+    if ground.initialiser is not None:
+        home = torch.device("cpu") if zero.offload else mesh.device
+        materialiser = Materialiser(
+            module, ground.initialiser, ground.seed, mesh.device, cut=cut, tensor=tensor, home=home
+        )
+        if zero.stage == 3 and zero.shards(mesh) and module.automatic_optimization:
+            streaming = Streaming(materialiser, ground.blocks)
+        materialiser.fill(kept_back=streaming.names if streaming is not None else ())
+        if cut is not None:
+            cut.refresh()
+    with without_meta(module):
+        module.to(mesh.device)
+    return streaming
 
 
 def _zero(module: nn.Module, options: dict[str, Any], ground: Ground) -> Zero:
@@ -205,7 +245,7 @@ def _broadcast_whole(module: nn.Module, device: torch.device) -> None:
     if dist.get_world_size() == 1:
         return
     with torch.no_grad():
-        for tensor in [*module.parameters(), *module.buffers()]:
+        for tensor in (t for t in [*module.parameters(), *module.buffers()] if not t.is_meta):
             on_device = tensor.to(device)
             broadcast_value(on_device, 0)
             if on_device is not tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from inspect import signature
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
@@ -217,6 +219,17 @@ class HybridPTDPStrategy(StatefulStrategy):
     @override
     def on_predict_start(self) -> None:
         self.evaluation.start("predict_step", self.assembly)
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Where `configure_model` makes tensors; `Trainer.init_module(empty_init=True)` means the meta device."""
+        if not empty_init:
+            with super().tensor_init_context():
+                yield
+            return
+        with torch.device("meta"), self.precision_plugin.tensor_init_context():
+            yield
 
     def _finish_evaluation(self) -> None:
         self.assembly.engine.finish_evaluation()

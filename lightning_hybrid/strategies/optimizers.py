@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.parallel.loading import shard_like
+from lightning_hybrid.parallel.shards import shard_like
 
 
 class ParameterGroups:

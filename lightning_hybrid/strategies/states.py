@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_hybrid.parallel.materialising import initialise_whole
 from lightning_hybrid.strategies.assembly import Assembly
 from lightning_hybrid.strategies.evaluation import Evaluation
 from lightning_hybrid.strategies.processes import ProcessStrategy
@@ -80,6 +82,8 @@ class StatefulStrategy(ProcessStrategy):
         if self._assembly is not None and self._assembly.module is self.lightning_module:
             self._assembly.load_model_state(checkpoint["state_dict"], strict=strict)
         else:
+            assert self.lightning_module is not None
+            initialise_whole(self.lightning_module, torch.initial_seed() % 2**62, torch.device("cpu"))
             super().load_model_state_dict(checkpoint, strict)
 
     @override

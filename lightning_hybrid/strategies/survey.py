@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_hybrid.functional.partition import runs
 from lightning_hybrid.parallel.blocks import block_names, find_block_lists
 from lightning_hybrid.parallel.gates import GATE
+from lightning_hybrid.parallel.initialising import Initialiser, has_meta
 from lightning_hybrid.parallel.mesh import Layout, Mesh
 from lightning_hybrid.parallel.streams import derived_seed
 from lightning_hybrid.parallel.tensor.assignment import Assignment
@@ -38,6 +39,7 @@ class Ground:
         runs: Consecutive blocks of one list on one stage, of all stages.
         assignments: The tensor plan; empty on a tensor axis of one rank.
         seed: Base of all seeds, the same on every rank.
+        initialiser: Makes what is on the meta device; None where nothing is.
     """
 
     mesh: Mesh
@@ -46,6 +48,7 @@ class Ground:
     runs: list[list[str]]
     assignments: list[Assignment]
     seed: int
+    initialiser: Initialiser | None = None
 
 
 def survey(
@@ -83,9 +86,11 @@ def survey(
         )
     sizes = _spread(module, options, blocks, layout) if layout.pipeline > 1 else []
     assignments = _plan(module, options, blocks, layout) if layout.tensor > 1 else []
+    initialiser = _initialiser(module, blocks)
     mesh = Mesh(layout, device=device, timeout=timeout)
     agreed = _agree_on_seed(mesh)
-    return Ground(mesh, blocks, sizes, runs(lists, sizes), assignments, agreed if seed is None else seed)
+    seed = agreed if seed is None else seed
+    return Ground(mesh, blocks, sizes, runs(lists, sizes), assignments, seed, initialiser)
 
 
 def _spread(module: LightningModule, options: dict[str, Any], blocks: list[str], layout: Layout) -> list[int]:
@@ -118,10 +123,14 @@ def _check_untouched(module: nn.Module) -> None:
         raise RuntimeError(
             "This LightningModule was cut or sharded by another Trainer. Go on with that Trainer, or make a new module."
         )
-    if any(parameter.is_meta for parameter in module.parameters()):
-        raise RuntimeError(
-            "The model has parameters on the meta device, which is not supported yet: build it on the CPU."
-        )
+
+
+def _initialiser(module: nn.Module, blocks: list[str]) -> Initialiser | None:
+    if not has_meta(module):
+        return None
+    initialiser = Initialiser(module, blocks)
+    initialiser.check()
+    return initialiser
 
 
 def _agree_on_seed(mesh: Mesh) -> int:

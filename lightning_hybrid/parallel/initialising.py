@@ -1,0 +1,234 @@
+"""Initial values of a model that was built on the meta device: part by part, each module from a seed of its own name.
+
+A tensor's values depend on the seed and on the module that owns it, and on nothing else: not on the layout, the rank,
+or what was made before. So no rank has to hold what others need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_hybrid.compat import TorchDispatchMode, copied_structure, private_reset, storage_key, written_tensors
+from lightning_hybrid.parallel.cut import ancestors_of
+from lightning_hybrid.parallel.streams import Streams
+
+WAY_OUT = (
+    "Give the class a reset_parameters() that writes them, or build them on a real device: with torch.device('cpu')."
+)
+
+
+class Initialiser:
+    """Makes the tensors of a model that are on the meta device, one part of the model at a time.
+
+    A part is a block, or a module beside the blocks; the own tensors of a module that contains blocks are one too. In a
+    part, children come first. A module with tensors to be made, its own or in it, runs `reset_parameters()`, as torch's
+    layers have it, and then the `_init_weights(module)` of the nearest module around it that has one, as transformers'
+    models have it.
+
+    Args:
+        root: The model, not yet cut, split or sharded. It is left alone: what is kept of it is its structure.
+        blocks: Dotted names of its blocks.
+
+    Attributes:
+        first: First name of each tensor to be made, by any of its names.
+        parts: The part that makes it, by its first name: of a shared tensor the first that holds it.
+    """
+
+    def __init__(self, root: nn.Module, blocks: Sequence[str]) -> None:
+        ancestors = ancestors_of(blocks) | {""}
+        self._root = _structure(root, {})
+        found = dict[int, str]()
+        self.first = {
+            name: found.setdefault(id(tensor), name) for name, tensor in named_tensors(self._root) if tensor.is_meta
+        }
+        self.parts = {name: _part_of(name.rpartition(".")[0], ancestors) for name in self.first.values()}
+        self._members: dict[str, list[tuple[str, nn.Module]]] = {part: [] for part in self.parts.values()}
+        for name, module in reversed(list(self._root.named_modules())):  # children before what contains them
+            part = _part_of(name, ancestors)
+            own = module.parameters(recurse=name not in ancestors), module.buffers(recurse=name not in ancestors)
+            if part in self._members and any(tensor.is_meta for tensors in own for tensor in tensors):
+                self._members[part].append((name, module))
+
+    def check(self) -> None:
+        """Run everything on the meta device, where it costs nothing.
+
+        Raises:
+            ValueError: If a tensor is not written, or no module shows it as a parameter or buffer.
+        """
+        for name, module in self._root.named_modules():
+            for attribute, value in vars(module).items():
+                if isinstance(value, Tensor) and value.is_meta:
+                    raise ValueError(
+                        f"{_dotted(name, attribute)} is a tensor on the meta device, and neither a parameter nor a "
+                        "buffer: nothing gives it values. Register it with register_buffer, or build it on a real "
+                        "device: with torch.device('cpu')."
+                    )
+        for part in self._members:
+            before, writes = self._own(part), _Writes()
+            with torch.no_grad(), Streams(torch.device("cpu")), writes:
+                for name, module in self._members[part]:
+                    try:
+                        self._initialise(name, module)
+                    except Exception:  # it looks at values: whether it works is seen when they are made
+                        writes.seen.update(storage_key(tensor) for tensor in _tensors(module))
+            after = self._own(part)
+            self._put(part, before)
+            missing = [
+                n for n in self._made_by(part) if after[n] is before[n] and storage_key(before[n]) not in writes.seen
+            ]
+            if missing:
+                self._refuse(missing)
+
+    def make(self, part: str, seed: int, device: torch.device) -> dict[str, Tensor]:
+        """Make one part, in memory of its own; random streams are as before afterwards.
+
+        Args:
+            part: One of `parts`.
+            seed: Of the whole run.
+            device: Where to make it.
+
+        Returns:
+            Whole tensors by their first names, of the types that the untouched model has.
+        """
+        before = self._own(part)
+        real: dict[int, Tensor] = {}
+        with torch.inference_mode(False), torch.no_grad(), Streams(device) as streams:
+            self._put(part, {n: real.setdefault(id(t), _real(t, device)) for n, t in before.items()})
+            try:
+                for name, module in self._members[part]:
+                    streams.seed(seed, "initialise", name)
+                    self._initialise(name, module)
+                made = self._own(part)
+                return {name: made[name].detach().to(device) for name in self._made_by(part)}
+            finally:
+                self._put(part, before)
+
+    def _initialise(self, name: str, module: nn.Module) -> None:
+        reset: Any = getattr(module, "reset_parameters", None) or private_reset(module)
+        if _takes(reset):
+            reset()
+        names = name.split(".") if name else []
+        for enclosing in [".".join(names[:i]) for i in range(len(names), -1, -1)]:
+            method: Any = getattr(self._root.get_submodule(enclosing), "_init_weights", None)
+            if _takes(method, module):
+                method(module)
+                return
+
+    def _made_by(self, part: str) -> list[str]:
+        return [name for name, maker in self.parts.items() if maker == part]
+
+    def _own(self, part: str) -> dict[str, Tensor]:
+        """What the modules of a part that run their initialisers hold themselves, under all names."""
+        return {
+            _dotted(name, leaf): tensor for name, module in self._members[part] for leaf, tensor in own_tensors(module)
+        }
+
+    def _put(self, part: str, tensors: Mapping[str, Tensor]) -> None:
+        for name, module in self._members[part]:
+            for leaf, _ in own_tensors(module):
+                put(module, leaf, tensors[_dotted(name, leaf)])
+
+    def _refuse(self, missing: list[str]) -> None:
+        name = missing[0].rpartition(".")[0]
+        kind = type(self._root.get_submodule(name)).__name__
+        raise ValueError(
+            f"{missing[0]} is on the meta device, and nothing initialises it: neither {kind}.reset_parameters() nor an "
+            f"_init_weights(module) of a module around {name or 'it'} writes it ({len(missing)} such tensor(s) in all "
+            f"of this part: {', '.join(missing[:5])}). {WAY_OUT}"
+        )
+
+
+class _Writes(TorchDispatchMode):
+    """Context that notes which memory is written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = set[int]()
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.seen.update(storage_key(tensor) for tensor in written_tensors(func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def named_tensors(root: nn.Module) -> list[tuple[str, Tensor]]:
+    """All parameters and then all buffers, under each of their names."""
+    buffers = root.named_buffers(remove_duplicate=False)
+    return [*root.named_parameters(remove_duplicate=False), *buffers]
+
+
+def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """A module's own parameters and buffers."""
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
+
+
+def put(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Replace one of a module's own parameters or buffers; it is told, as `nn.LSTM` has to be."""
+    setattr(module, name, tensor)
+
+
+def has_meta(root: nn.Module) -> bool:
+    """Whether any parameter or buffer is on the meta device."""
+    return any(tensor.is_meta for _, tensor in named_tensors(root))
+
+
+def _structure(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A copy of all modules that holds no memory: on the meta device new tensors, shared ones shared; else the same."""
+    if id(module) not in memo:
+        copy = memo[id(module)] = copied_structure(module)
+        for name, child in list(module.named_children()):
+            copy.register_module(name, _structure(child, memo))
+        for name, tensor in own_tensors(module):
+            if tensor.is_meta:
+                put(copy, name, memo.setdefault(id(tensor), _empty_like(tensor, tensor.device)))
+    found: nn.Module = memo[id(module)]
+    return found
+
+
+def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    empty = torch.empty_like(tensor, device=device)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _real(tensor: Tensor, device: torch.device) -> Tensor:
+    """Memory to be written; a copy of what is real, since initialisers write that too."""
+    if tensor.is_meta:
+        return _empty_like(tensor, device)
+    copy = tensor.detach().clone()
+    return nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _part_of(module: str, ancestors: set[str]) -> str:
+    """The part that makes a module's tensors: the largest module around it that contains no block."""
+    names = module.split(".")
+    prefixes = [".".join(names[: i + 1]) for i in range(len(names))]
+    return next((prefix for prefix in prefixes if prefix not in ancestors), module)
+
+
+def _takes(method: Callable[..., Any] | None, *args: object) -> bool:
+    """Whether it is a method that can be called like this."""
+    if not callable(method):
+        return False
+    try:
+        signature(method).bind(*args)
+    except TypeError:
+        return False
+    return True
+
+
+def _dotted(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name

@@ -1,0 +1,31 @@
+"""One rank's shard of a tensor that it has whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def shard_like(value: Any, like: Any, device: torch.device | None = None) -> Any:
+    """This rank's shard of a whole tensor that has the shape of a sharded one; anything else as it is.
+
+    Every rank has the whole tensor, so that nothing is sent. The shard does not keep the whole alive.
+
+    Args:
+        value: The whole.
+        like: The sharded one.
+        device: Where the shard is to be; None for where the sharded one is.
+    """
+    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    if value.shape != like.shape:
+        return value
+    part = distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    part = part.clone() if part.nbytes < part.untyped_storage().nbytes() else part
+    part = part.to(device or like.device)  # shards may live in host memory, beside the mesh's device
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
