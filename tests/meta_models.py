@@ -1,4 +1,4 @@
-"""LightningModules that are built on the meta device: in `configure_model`, with what initialisers have to deal with."""
+"""LightningModules that are built on the meta device: with what initialisers have to deal with."""
 
 import torch
 import torch.nn.functional as F
@@ -144,3 +144,55 @@ def word_loader(number, batch_size, data=1, rank=0):
     dataset = words(number)
     share = DistributedSampler(dataset, data, rank, shuffle=False) if data > 1 else None
     return DataLoader(dataset, batch_size // data, sampler=share)
+
+
+class Recurrent(nn.Module):
+    """`nn.LSTM` keeps its weights in a list besides."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        return x + self.lstm(x)[0]
+
+
+class Recurrences(Meta):
+    """Its validation differentiates, and it asks its weights where they are."""
+
+    def build(self):
+        super().build()
+        self.blocks = nn.ModuleList([Block(), Recurrent(), Block(), Recurrent()])
+
+    def validation_step(self, batch, batch_idx):
+        assert self.blocks[0].norm.weight.device.type == "cpu"
+        with torch.enable_grad():
+            x = self.embed(batch[0]).clone().requires_grad_()
+            y = x
+            for block in self.blocks:
+                y = block(y)
+            (slope,) = torch.autograd.grad(y.square().sum(), x)
+        self.log("val", slope.square().mean())
+
+
+class Manual(Meta):
+    """Takes its own steps."""
+
+    def __init__(self, real=False):
+        super().__init__(real)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch[0]))
+        optimizer.step()
+
+
+class Shared(Meta):
+    """Blocks share weights."""
+
+    def build(self):
+        super().build()
+        self.blocks[3].mlp[0].weight = self.blocks[0].mlp[0].weight
+        self.blocks[2].norm.weight = self.blocks[1].norm.weight

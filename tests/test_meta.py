@@ -3,16 +3,23 @@
 from functools import cache
 
 import pytest
-import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch.testing import assert_close
 
 from tests.launch import run_trainers
-from tests.meta_models import Llama, Meta, Norms, Tied, word_loader
+from tests.meta_models import Llama, Manual, Meta, Norms, Recurrences, Shared, Tied, word_loader
 from tests.small import fit, hybrid, weights
 
-MODELS = {"meta": Meta, "tied": Tied, "norms": Norms, "llama": Llama}
+MODELS = {
+    "meta": Meta,
+    "tied": Tied,
+    "norms": Norms,
+    "llama": Llama,
+    "recurrences": Recurrences,
+    "manual": Manual,
+    "shared": Shared,
+}
 TWO = [
     {"pipeline": 2},
     {"pipeline": 2, "chunks": 2},
@@ -28,7 +35,7 @@ FOUR = [
 
 
 class Start(Callback):
-    """Keeps the whole model's weights of before the first step, if they are asked for: that makes a rank hold its own."""
+    """Keeps the weights of before the first step if they are wanted: a rank then holds all of its own."""
 
     def __init__(self, *, wanted=True):
         self.wanted, self.state = wanted, None
@@ -43,7 +50,9 @@ def run(model, strategy, data=1, callbacks=(), **options):
     tensor = 1 if strategy == "auto" else strategy.options["tensor_parallel_size"]
     place = dist.get_rank() // tensor % data if data > 1 else 0
     train, val = word_loader(24, 8, data, place), word_loader(4, 2)
-    options = {"gradient_clip_val": 0.05, "num_sanity_val_steps": 1, "use_distributed_sampler": False, **options}
+    options = {"num_sanity_val_steps": 1, "use_distributed_sampler": False, **options}
+    options["inference_mode"] = not isinstance(model, Recurrences)
+    options |= {"gradient_clip_val": 0.05} if model.automatic_optimization else {}
     return fit(model, train, strategy, val, callbacks=list(callbacks), **options)
 
 
@@ -88,3 +97,21 @@ def test_two_processes_start_and_train_as_one():
 
 def test_four_processes_start_and_train_as_one():
     check(4, [(name, layout, name == "meta") for name in ("meta", "tied") for layout in FOUR])
+
+
+@pytest.mark.filterwarnings("ignore:zero_stage=3 does not apply to manual optimization")
+def test_models_of_other_kinds_start_and_train_as_in_one_process():
+    pipelines, zero3 = [{"pipeline": 2}, {"pipeline": 2, "chunks": 2}], {"pipeline": 1, "zero_stage": 3}
+    cases = [
+        *(("norms", layout, True) for layout in pipelines),
+        *(("shared", layout, True) for layout in (*pipelines, zero3)),
+        *(("llama", layout, False) for layout in (*pipelines, zero3, {"pipeline": 1, "tensor_parallel_size": 2})),
+        ("recurrences", zero3, False),
+        ("recurrences", {**zero3, "cpu_offload": True}, False),
+        ("manual", {**zero3, "microbatches": 1}, True),
+    ]
+    check(2, cases)
+
+
+def test_shards_of_one_process_in_host_memory():
+    check(1, [(name, {"pipeline": 1, "zero_stage": 3, "cpu_offload": True}, False) for name in ("meta", "tied")])

@@ -148,7 +148,8 @@ class StageCut:
         """Look the parameters up again, after something (`fully_shard`) has replaced them."""
         present = dict(self.root.named_parameters(remove_duplicate=False))
         self.parameters = {
-            name: next(present[known] for known in self.names_of(name) if known in present) for name in self.parameters
+            name: next((present[known] for known in self.names_of(name) if known in present), old)
+            for name, old in self.parameters.items()
         }
 
     def _find_owners(self) -> None:

@@ -131,9 +131,21 @@ def initialise_whole(root: nn.Module, seed: int, device: torch.device, blocks: S
 
 
 @contextmanager
+def initialised(root: nn.Module, seed: int, device: torch.device, blocks: Sequence[str] = ()) -> Iterator[None]:
+    """Context in which all of an untouched model is in this process."""
+    places = _on_meta(root)
+    initialise_whole(root, seed, device, blocks)
+    try:
+        yield
+    finally:
+        for module, name, tensor in places:
+            put(module, name, tensor)
+
+
+@contextmanager
 def without_meta(root: nn.Module) -> Iterator[None]:
     """Context in which modules lack what is on the meta device: `Module.to` cannot move it."""
-    places = [(module, name, t) for module in root.modules() for name, t in own_tensors(module) if t.is_meta]
+    places = _on_meta(root)
     for module, name, _ in places:
         setattr(module, name, None)
     try:
@@ -141,6 +153,10 @@ def without_meta(root: nn.Module) -> Iterator[None]:
     finally:
         for module, name, tensor in places:
             put(module, name, tensor)
+
+
+def _on_meta(root: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    return [(module, name, t) for module in root.modules() for name, t in own_tensors(module) if t.is_meta]
 
 
 def _fill_absent_buffers(cut: StageCut) -> None:

@@ -17,7 +17,17 @@ from lightning_hybrid.functional.trees import leaves_of
 from lightning_hybrid.parallel.tensor.split_tensor import part_of
 
 METADATA = frozenset(
-    {"__get__", "size", "dim", "numel", "is_floating_point", "element_size", "stride", "is_contiguous"}
+    {
+        "__get__",
+        "size",
+        "dim",
+        "numel",
+        "is_floating_point",
+        "element_size",
+        "stride",
+        "is_contiguous",
+        "untyped_storage",
+    }
 )
 """Functions that look at no value; a value that `.data` or `.T` returns is seen where it is used."""
 

@@ -143,7 +143,7 @@ class _Reads(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is torch.Tensor.device.__get__ and storage_key(part_of(args[0])) in self._streaming.absent:
+        if func == torch.Tensor.device.__get__ and storage_key(part_of(args[0])) in self._streaming.absent:
             return self._streaming.device
         if getattr(func, "__name__", "") not in METADATA:
             for leaf in leaves_of((args, kwargs)):

@@ -17,6 +17,7 @@ from lightning_hybrid.parallel.blocks import block_names, find_block_lists
 from lightning_hybrid.parallel.cut import ancestors_of, outside_modules
 from lightning_hybrid.parallel.gates import GATE, Gate, GateKeeper, add_gate, remove_gate
 from lightning_hybrid.parallel.gradients import install_gradients, take_gradients
+from lightning_hybrid.parallel.materialising import initialised
 from lightning_hybrid.parallel.snapshot import Snapshot
 from lightning_hybrid.strategies.losses import loss_of
 
@@ -64,7 +65,8 @@ def measure_costs(
     streams are as before afterwards, and nothing is logged.
 
     Args:
-        module: Uncut, where it is to run (on its device); a Trainer is not needed.
+        module: Uncut, where it is to run (on its device); a Trainer is not needed. What is on the meta device is made
+            on the batch's, and is on the meta device again afterwards.
         batch: What `training_step` takes, on the same device; best of a micro-batch's size.
         pipeline_layers: As the strategy's.
         num_runs: Runs that the medians are of, after one that warms up.
@@ -87,7 +89,15 @@ def measure_costs(
             "The model has no nn.ModuleList or nn.Sequential with two elements that hold parameters: there are no "
             "blocks to measure. Put its layers in one."
         )
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    tensors = [leaf for leaf in [*module.parameters(), *leaves_of(batch)] if isinstance(leaf, Tensor)]
+    device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
+    with initialised(module, torch.initial_seed(), device, blocks):
+        return _measure(module, batch, blocks, device, num_runs)
+
+
+def _measure(
+    module: LightningModule, batch: Any, blocks: list[str], device: torch.device, num_runs: int
+) -> list[float]:
     kept = take_gradients(module.parameters())
     try:
         with Snapshot(module, device), torch.enable_grad():
