@@ -188,6 +188,11 @@ def private_reset(module: nn.Module) -> Callable[[], object] | None:
     return getattr(module, "_reset_parameters", None)
 
 
+def weights_method(module: nn.Module) -> Callable[[nn.Module], object] | None:
+    """`_init_weights(module)`, which initialises any module inside: a convention of transformers, timm and others."""
+    return getattr(module, "_init_weights", None)
+
+
 def written_tensors(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Those arguments of an operation that it writes to; what its schema says has no public name."""
     given = zip(operation._schema.arguments, args, strict=False)

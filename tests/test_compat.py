@@ -11,6 +11,7 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import Callback
 from torch import nn
 from torchmetrics import SumMetric
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_hybrid import compat
 from tests.launch import run_ranks
@@ -257,3 +258,41 @@ def test_an_attribute_is_replaced_for_a_while():
     with compat.replaced(Owner, "name", 2):
         assert Owner.name == 2
     assert Owner.name == 1
+
+
+def test_copied_structure_shares_no_registry():
+    module = nn.LSTM(2, 3)
+    module.child = nn.Linear(2, 2)
+    twin = compat.copied_structure(module)
+    weight = module.weight_ih_l0
+    twin.weight_ih_l0 = nn.Parameter(torch.zeros(12, 2))
+    twin.child = nn.Linear(3, 3)
+    assert module.weight_ih_l0 is weight is next(w for w in module._flat_weights if w.shape == (12, 2))
+    assert module.child.in_features == 2
+    assert type(twin) is nn.LSTM
+
+
+def test_private_reset_is_that_of_torchs_attention():
+    layer = nn.MultiheadAttention(4, 2)
+    nn.init.ones_(layer.in_proj_bias)
+    reset = compat.private_reset(layer)
+    reset()
+    assert not layer.in_proj_bias.any()
+    assert compat.private_reset(nn.Linear(2, 2)) is None
+
+
+def test_weights_method_is_that_of_transformers():
+    model = GPT2LMHeadModel(GPT2Config(n_embd=4, n_layer=1, n_head=2, n_positions=4, vocab_size=3))
+    layer = nn.Linear(2, 2)
+    compat.weights_method(model)(layer)
+    assert not layer.bias.any()
+    assert compat.weights_method(layer) is None
+
+
+def test_written_tensors_are_what_an_operation_changes():
+    a, b = torch.zeros(2), torch.ones(2)
+    assert compat.written_tensors(torch.ops.aten.add_.Tensor, (a, b), {}) == [a]
+    assert compat.written_tensors(torch.ops.aten.add.Tensor, (a, b), {}) == []
+    (written,) = compat.written_tensors(torch.ops.aten.add.out, (a, b), {"out": a})
+    assert written is a
+    assert compat.written_tensors(torch.ops.aten._foreach_zero_.default, ([a, b],), {})[1] is b

@@ -6,7 +6,7 @@ or what was made before. So no rank has to hold what others need.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_hybrid.compat import TorchDispatchMode, copied_structure, private_reset, storage_key, written_tensors
+from lightning_hybrid.compat import (
+    TorchDispatchMode,
+    copied_structure,
+    private_reset,
+    storage_key,
+    weights_method,
+    written_tensors,
+)
 from lightning_hybrid.parallel.cut import ancestors_of
 from lightning_hybrid.parallel.streams import Streams
 
@@ -42,18 +49,26 @@ class Initialiser:
 
     def __init__(self, root: nn.Module, blocks: Sequence[str]) -> None:
         ancestors = ancestors_of(blocks) | {""}
-        self._root = _structure(root, {})
+        real = dict[int, Tensor]()
+        self._root = _structure(root, {}, real)
         found = dict[int, str]()
         self.first = {
-            name: found.setdefault(id(tensor), name) for name, tensor in named_tensors(self._root) if tensor.is_meta
+            name: found.setdefault(id(tensor), name)
+            for name, tensor in named_tensors(self._root)
+            if id(tensor) not in real
         }
         self.parts = {name: _part_of(name.rpartition(".")[0], ancestors) for name in self.first.values()}
+        self._modules: dict[str, list[tuple[str, nn.Module]]] = {part: [] for part in self.parts.values()}
         self._members: dict[str, list[tuple[str, nn.Module]]] = {part: [] for part in self.parts.values()}
         for name, module in reversed(list(self._root.named_modules())):  # children before what contains them
             part = _part_of(name, ancestors)
-            own = module.parameters(recurse=name not in ancestors), module.buffers(recurse=name not in ancestors)
-            if part in self._members and any(tensor.is_meta for tensors in own for tensor in tensors):
-                self._members[part].append((name, module))
+            if part in self._modules:
+                self._modules[part].append((name, module))
+                inside = own_tensors(module) if name in ancestors else named_tensors(module)
+                if any(id(tensor) not in real for _, tensor in inside):
+                    self._members[part].append((name, module))
+        near = {id(t) for modules in self._modules.values() for _, m in modules for _, t in own_tensors(m)}
+        self._real = {key: tensor for key, tensor in real.items() if key in near}  # initialisers may read them
 
     def check(self) -> None:
         """Run everything on the meta device, where it costs nothing.
@@ -71,16 +86,19 @@ class Initialiser:
                     )
         for part in self._members:
             before, writes = self._own(part), _Writes()
+            keys = {name: storage_key(tensor) for name, tensor in before.items()}
             with torch.no_grad(), Streams(torch.device("cpu")), writes:
                 for name, module in self._members[part]:
                     try:
                         self._initialise(name, module)
                     except Exception:  # it looks at values: whether it works is seen when they are made
-                        writes.seen.update(storage_key(tensor) for tensor in _tensors(module))
+                        writes.seen.update(storage_key(tensor) for _, tensor in named_tensors(module))
             after = self._own(part)
             self._put(part, before)
             missing = [
-                n for n in self._made_by(part) if after[n] is before[n] and storage_key(before[n]) not in writes.seen
+                name
+                for name in self._made_by(part)
+                if (after[name] is before[name] and storage_key(after[name]) == keys[name] not in writes.seen)
             ]
             if missing:
                 self._refuse(missing)
@@ -97,9 +115,12 @@ class Initialiser:
             Whole tensors by their first names, of the types that the untouched model has.
         """
         before = self._own(part)
-        real: dict[int, Tensor] = {}
+        memory = dict[int, Tensor]()
         with torch.inference_mode(False), torch.no_grad(), Streams(device) as streams:
-            self._put(part, {n: real.setdefault(id(t), _real(t, device)) for n, t in before.items()})
+            for tensor in before.values():
+                if id(tensor) not in memory:
+                    memory[id(tensor)] = _memory(tensor, self._real.get(id(tensor)), device)
+            self._put(part, {name: memory[id(tensor)] for name, tensor in before.items()})
             try:
                 for name, module in self._members[part]:
                     streams.seed(seed, "initialise", name)
@@ -115,8 +136,8 @@ class Initialiser:
             reset()
         names = name.split(".") if name else []
         for enclosing in [".".join(names[:i]) for i in range(len(names), -1, -1)]:
-            method: Any = getattr(self._root.get_submodule(enclosing), "_init_weights", None)
-            if _takes(method, module):
+            method = weights_method(self._root.get_submodule(enclosing))
+            if method is not None and _takes(method, module):
                 method(module)
                 return
 
@@ -124,13 +145,13 @@ class Initialiser:
         return [name for name, maker in self.parts.items() if maker == part]
 
     def _own(self, part: str) -> dict[str, Tensor]:
-        """What the modules of a part that run their initialisers hold themselves, under all names."""
+        """What the modules of a part hold themselves, under all names."""
         return {
-            _dotted(name, leaf): tensor for name, module in self._members[part] for leaf, tensor in own_tensors(module)
+            _dotted(name, leaf): tensor for name, module in self._modules[part] for leaf, tensor in own_tensors(module)
         }
 
     def _put(self, part: str, tensors: Mapping[str, Tensor]) -> None:
-        for name, module in self._members[part]:
+        for name, module in self._modules[part]:
             for leaf, _ in own_tensors(module):
                 put(module, leaf, tensors[_dotted(name, leaf)])
 
@@ -139,8 +160,8 @@ class Initialiser:
         kind = type(self._root.get_submodule(name)).__name__
         raise ValueError(
             f"{missing[0]} is on the meta device, and nothing initialises it: neither {kind}.reset_parameters() nor an "
-            f"_init_weights(module) of a module around {name or 'it'} writes it ({len(missing)} such tensor(s) in all "
-            f"of this part: {', '.join(missing[:5])}). {WAY_OUT}"
+            f"_init_weights(module) of a module around {name or 'it'} writes it. Without values are "
+            f"{', '.join(missing[:5])} ({len(missing)} tensors). {WAY_OUT}"
         )
 
 
@@ -181,15 +202,24 @@ def has_meta(root: nn.Module) -> bool:
     return any(tensor.is_meta for _, tensor in named_tensors(root))
 
 
-def _structure(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A copy of all modules that holds no memory: on the meta device new tensors, shared ones shared; else the same."""
+def _structure(module: nn.Module, memo: dict[int, Any], real: dict[int, Tensor]) -> nn.Module:
+    """A copy of all modules, with tensors on the meta device alone; what is shared stays shared.
+
+    Args:
+        module: The original.
+        memo: Copies of modules and tensors, by the identity of the original.
+        real: Is given the originals that are not on the meta device, by the identity of the copy.
+    """
     if id(module) not in memo:
         copy = memo[id(module)] = copied_structure(module)
         for name, child in list(module.named_children()):
-            copy.register_module(name, _structure(child, memo))
+            copy.register_module(name, _structure(child, memo, real))
         for name, tensor in own_tensors(module):
-            if tensor.is_meta:
-                put(copy, name, memo.setdefault(id(tensor), _empty_like(tensor, tensor.device)))
+            if id(tensor) not in memo:
+                memo[id(tensor)] = _empty_like(tensor, torch.device("meta"))
+                if not tensor.is_meta:
+                    real[id(memo[id(tensor)])] = tensor
+            put(copy, name, memo[id(tensor)])
     found: nn.Module = memo[id(module)]
     return found
 
@@ -199,17 +229,12 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def _real(tensor: Tensor, device: torch.device) -> Tensor:
-    """Memory to be written; a copy of what is real, since initialisers write that too."""
-    if tensor.is_meta:
-        return _empty_like(tensor, device)
-    copy = tensor.detach().clone()
-    return nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
+def _memory(tensor: Tensor, real: Tensor | None, device: torch.device) -> Tensor:
+    """Memory to be written; of what is real a copy, since initialisers write that too."""
+    memory = _empty_like(tensor, device)
+    if real is not None:
+        memory.copy_(real)
+    return memory
 
 
 def _part_of(module: str, ancestors: set[str]) -> str:
