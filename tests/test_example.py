@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
+from examples import meta as meta_example
 from examples.gpt import GPT, StandardLibrary, Windows, library_files, read, split
 from examples.ledgers import main as ledgers
 from lightning_hybrid.cli.main import main
@@ -109,6 +110,20 @@ def test_ledgers_count_what_the_example_sends_and_keeps():
     assert payload == pipeline_bytes(4 * 32 * 32 * 4, num_microbatches=4, num_stages=2)
     for totals in ranks:
         assert totals["trainable"] == totals["gradients"] < totals["states"] / 2 < totals["activations"]
+
+
+def late(devices):
+    return meta_example.main(devices, max_steps=3)
+
+
+def test_no_process_holds_more_than_its_share_of_the_model_on_the_meta_device():
+    ((held, whole, loss),) = run_trainers(1, late, 1)
+    assert held == whole
+    assert loss < 7.9  # of 8 bits
+    for held, size, loss in run_trainers(2, late, 2):
+        assert size == whole
+        assert held == whole / 2
+        assert loss < 7.9
 
 
 def llama_3d(folder, *options):
