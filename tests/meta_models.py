@@ -175,6 +175,15 @@ class Recurrences(Meta):
         self.log("val", slope.square().mean())
 
 
+class Compiled(Meta):
+    """A part of each block is compiled in place."""
+
+    def build(self):
+        super().build()
+        for block in self.blocks:
+            block.mlp.compile(backend="eager")
+
+
 class Manual(Meta):
     """Takes its own steps."""
 

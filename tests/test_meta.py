@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 from torch.testing import assert_close
 
 from tests.launch import run_trainers
-from tests.meta_models import Llama, Manual, Meta, Norms, Recurrences, Shared, Tied, word_loader
+from tests.meta_models import Compiled, Llama, Manual, Meta, Norms, Recurrences, Shared, Tied, word_loader
 from tests.small import fit, hybrid, weights
 
 MODELS = {
@@ -17,6 +17,7 @@ MODELS = {
     "norms": Norms,
     "llama": Llama,
     "recurrences": Recurrences,
+    "compiled": Compiled,
     "manual": Manual,
     "shared": Shared,
 }
@@ -106,6 +107,7 @@ def test_models_of_other_kinds_start_and_train_as_in_one_process():
         *(("norms", layout, True) for layout in pipelines),
         *(("shared", layout, True) for layout in (*pipelines, zero3)),
         *(("llama", layout, False) for layout in (*pipelines, zero3, {"pipeline": 1, "tensor_parallel_size": 2})),
+        ("compiled", {**zero3, "microbatches": 1}, False),
         ("recurrences", zero3, False),
         ("recurrences", {**zero3, "cpu_offload": True}, False),
         ("manual", {**zero3, "microbatches": 1}, True),
