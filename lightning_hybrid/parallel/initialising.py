@@ -95,11 +95,8 @@ class Initialiser:
                         writes.seen.update(storage_key(tensor) for _, tensor in named_tensors(module))
             after = self._own(part)
             self._put(part, before)
-            missing = [
-                name
-                for name in self._made_by(part)
-                if (after[name] is before[name] and storage_key(after[name]) == keys[name] not in writes.seen)
-            ]
+            replaced = {name for name, key in keys.items() if storage_key(after[name]) != key}
+            missing = [n for n in self._made_by(part) if n not in replaced and keys[n] not in writes.seen]
             if missing:
                 self._refuse(missing)
 
