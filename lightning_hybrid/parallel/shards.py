@@ -23,8 +23,7 @@ def shard_like(value: Any, like: Any, device: torch.device | None = None) -> Any
         return value
     if value.shape != like.shape:
         return value
-    part = distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None).to_local()
-    part = part.clone() if part.nbytes < part.untyped_storage().nbytes() else part
+    part = distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None).to_local()  # in own memory
     part = part.to(device or like.device)  # shards may live in host memory, beside the mesh's device
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()

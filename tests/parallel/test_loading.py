@@ -119,6 +119,7 @@ def shards():
     like = distribute_tensor(torch.zeros(3, 2), mesh, [Shard(0)])
     part = shard_like(whole, like)
     assert isinstance(part, DTensor)
+    assert part.to_local().untyped_storage().nbytes() == part.to_local().nbytes  # the whole may be let go of
     assert shard_like(torch.tensor(3.0), like).item() == 3.0
     assert shard_like("text", like) == "text"
     assert shard_like(part, like) is part
