@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_hybrid.compat import is_view
+from lightning_hybrid.compat import is_view, own_parameter
 from lightning_hybrid.functional.trees import map_leaves
 from lightning_hybrid.parallel.data_parallel import Backwards, maxima
 from lightning_hybrid.parallel.gradients import sum_gradients
@@ -108,6 +108,7 @@ class Sharded:
         present = dict(root.named_parameters())
         self.loose = [present[name] for name in loose]
         self.sharded = {name: p for name, p in present.items() if isinstance(p, DTensor)}
+        self._places = _places(root)
         self._present = set[str]()  # names of those that have got a gradient in this window
         self._is_gathered = False
         self._order: list[tuple[int, int]] = []
@@ -158,8 +159,8 @@ class Sharded:
 
     def held_parameters(self) -> list[nn.Parameter]:
         """All that may have gradients: the slices, and what modules show in their place while it is whole."""
-        shown = list(self._root.root.parameters())
-        return list(dict.fromkeys([*self.sharded.values(), *shown]))
+        shown = [own_parameter(module, name) for module, name in self._places]
+        return list(dict.fromkeys([*self.sharded.values(), *(p for p in shown if p is not None)]))
 
     def gather(self) -> None:
         """Make all parameters whole until `scatter`: forward passes then need no collective."""
@@ -263,6 +264,11 @@ def loose_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
         for name, p in root.named_parameters()
         if p.ndim == 0 or not p.is_contiguous() or (p.is_floating_point() and p.dtype != main)
     }
+
+
+def _places(root: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Where parameters are, listed once: a walk through all modules, twice a step, shows in small models' times."""
+    return [(module, name) for module in root.modules() for name, _ in module.named_parameters(recurse=False)]
 
 
 def _device_mesh(mesh: Mesh) -> DeviceMesh:
