@@ -46,7 +46,10 @@ $(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
 	@$(PIP) --no-build-isolation --editable .
 	@touch $@
 
+# DeepSpeed comes after torch: it asks for any torch, and is built from source, which compiles nothing
+$(VENV)/.installed-test: EXTRAS = ,deepspeed
+
 $(VENV)/.installed-%: $(VENV)/.installed
 	@echo "installing what $* needs"
-	@$(PIP) --no-build-isolation --editable ".[$*]"
+	@$(PIP) --no-build-isolation --editable ".[$*$(EXTRAS)]"
 	@touch $@

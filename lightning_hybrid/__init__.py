@@ -9,10 +9,11 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_hybrid.parallel.auxiliary import add_auxiliary_loss
 from lightning_hybrid.strategies.costs import measure_costs
+from lightning_hybrid.strategies.deepspeed import HybridDeepSpeedStrategy
 from lightning_hybrid.strategies.hybrid import HybridPTDPStrategy
 from lightning_hybrid.strategies.launching import REFUSED, refuse_launcher
 
-__all__ = ["HybridPTDPStrategy", "add_auxiliary_loss", "measure_costs"]
+__all__ = ["HybridDeepSpeedStrategy", "HybridPTDPStrategy", "add_auxiliary_loss", "measure_costs"]
 
 StrategyRegistry.register(
     HybridPTDPStrategy.strategy_name,
@@ -29,6 +30,12 @@ for _stage in (1, 2, 3):
         pipeline_parallel_size=1,
         zero_stage=_stage,
     )
+StrategyRegistry.register(
+    HybridDeepSpeedStrategy.strategy_name,
+    HybridDeepSpeedStrategy,
+    description="DeepSpeed's ZeRO on CPUs, to compare with",
+    override=True,
+)
 for _kind in REFUSED:
     StrategyRegistry.register(
         f"{HybridPTDPStrategy.strategy_name}_{_kind}",

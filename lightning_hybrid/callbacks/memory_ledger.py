@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
@@ -18,7 +19,7 @@ from lightning_hybrid.parallel.traffic import over_ranks
 
 
 class MemoryLedger(Callback):
-    """Counts the bytes that training keeps on this rank, with any strategy.
+    """Counts the bytes that training keeps on this rank, with any strategy but DeepSpeed's.
 
     Of each category the ledger keeps the breakdown by module at the moment when its total was largest; categories peak
     at different moments. Storages are counted once, and of a DTensor the local part. Whole copies that `fully_shard`
@@ -68,6 +69,11 @@ class MemoryLedger(Callback):
         ledgers = sum(isinstance(callback, MemoryLedger) for callback in callbacks)
         if ledgers > 1:
             raise ValueError(f"The Trainer has {ledgers} MemoryLedgers, and one can count at a time. Keep one.")
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            raise ValueError(
+                f"MemoryLedger cannot count under {type(trainer.strategy).__name__}: DeepSpeed keeps gradients, states "
+                "and in stage 3 parameters in flat buffers of its own. Remove it; CommunicationLedger works there."
+            )
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
