@@ -17,6 +17,7 @@ from torch._dynamo import OptimizedModule as OptimizedModule
 
 # Where torch.vmap takes its arguments.
 from torch._functorch import vmap
+from torch.distributed.fsdp import fully_shard
 
 # The only way to see every operation of a step; torch documents it, but keeps it in a private module.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import Strategy
+    from torch.distributed.tensor import DTensor
     from torchmetrics import Metric
 
 
@@ -114,6 +116,45 @@ def reduce_scatter_flat(part: Tensor, whole: Tensor, group: dist.ProcessGroup | 
     """Reduce-scatter along a first dimension; torch 2.13 has a new name and warns of the old one."""
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     scatter(part, whole, group=group)
+
+
+def sharded_records(module: nn.Module) -> list[Any]:
+    """What `fully_shard` knows of each parameter of one of its modules: it has no public name, nor has its memory."""
+    state = fully_shard.state(module)  # type: ignore[attr-defined]
+    groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.13; one at most before
+    groups = [state._fsdp_param_group] if groups is None else groups
+    return [record for group in groups if group is not None for record in group.fsdp_params]
+
+
+def shard_memory(record: Any) -> Tensor:
+    """The shard that a record owns: flat, with padding."""
+    memory: Tensor = record._sharded_param_data
+    return memory
+
+
+def local_part(tensor: DTensor) -> Tensor:
+    """What a DTensor has here; `to_local` makes a new view of it."""
+    part: Tensor = tensor._local_tensor
+    return part
+
+
+def set_local_part(tensor: DTensor, part: Tensor) -> None:
+    """Let a DTensor have other memory of the same shape; `fully_shard` does this too, in this way."""
+    tensor._local_tensor = part
+
+
+def num_holders(tensor: Tensor) -> int:
+    """How many tensors and other objects hold a tensor's memory; no public function tells."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def free_early(root: nn.Module) -> None:
+    """Let modules of `fully_shard` free the buffer of a gather when it is copied out, not behind the next gather.
+
+    That keeps one buffer less. It is what torch does for gathers that are asynchronous, and no public method makes the
+    implicit ones so.
+    """
+    root._set_unshard_async_op(True)  # type: ignore[operator]
 
 
 def own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import Callback
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torchmetrics import SumMetric
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -296,3 +297,35 @@ def test_written_tensors_are_what_an_operation_changes():
     (written,) = compat.written_tensors(torch.ops.aten.add.out, (a, b), {"out": a})
     assert written is a
     assert compat.written_tensors(torch.ops.aten._foreach_zero_.default, ([a, b],), {})[1] is b
+
+
+def shards_and_records():
+    """`fully_shard`'s records, before, in and after the time when parameters are whole."""
+    net = nn.Sequential(nn.Linear(3, 5, bias=False), nn.Linear(5, 4, bias=False))
+    fully_shard(net[0], reshard_after_forward=False)
+    fully_shard(net, reshard_after_forward=False)
+    compat.free_early(net)
+    records = [*compat.sharded_records(net[0]), *compat.sharded_records(net)]
+    shards = [record.sharded_param for record in records]
+    owned = [compat.num_holders(compat.shard_memory(record)) for record in records]
+    views = [shard.to_local() for shard in shards]
+    more = [compat.num_holders(compat.shard_memory(r)) - number for r, number in zip(records, owned, strict=True)]
+    same = [torch.equal(compat.local_part(shard), view) for shard, view in zip(shards, views, strict=True)]
+    freed = []
+    net[1].register_forward_pre_hook(lambda *_: freed.append(net._get_fsdp_state()._comm_ctx.all_gather_state is None))
+    net(torch.ones(1, 3))
+    sizes = [record.all_gather_outputs[0].numel() for record in records]
+    compat.set_local_part(shards[0], torch.full_like(views[0], 7.0))
+    return more, same, freed, sizes, bool((shards[0].to_local() == 7).all())
+
+
+def test_records_of_shards_are_what_the_parameters_are_made_of():
+    """With padding, two ranks have six of five rows."""
+    assert run_ranks(2, shards_and_records) == [([1, 1], [True, True], [True], [18, 20], True)] * 2
+
+
+def test_holders_of_memory_are_counted():
+    x = torch.zeros(3)
+    before = compat.num_holders(x)
+    view = x[1:]
+    assert compat.num_holders(view) == compat.num_holders(x) == before + 1

@@ -69,7 +69,7 @@ def accumulated(stages):
         here = sum(p.numel() * 8 for p in trainer.strategy.assembly.engine.named_parameters().values())
         scattered = [traffic for row, traffic in rows.items() if row.collective == "reduce_scatter"]
         calls = sum(traffic.calls for traffic in scattered)
-        units = len(trainer.strategy.assembly.engine.data._modules)
+        units = len(trainer.strategy.assembly.engine.data.modules)
         found.append((calls / units, sum(t.wire for t in scattered) / ring_bytes("reduce_scatter", here, 2), same.sums))
         found[-1] += (weights(trainer),)
     return found

@@ -27,13 +27,12 @@ def zero_state_bytes(zero_stage: int, num_ranks: int) -> float:
         num_ranks: Replicas that share the states, N.
 
     Returns:
-        Of parameter, gradient and two moments (4 bytes each), 16 in stage 0 and 16/N in stage 3. In between, the whole
-        parameter stands beside the rank's shard of it (`fully_shard` keeps both): 8 + 12/N in stage 1, which has whole
-        gradients too, and 4 + 16/N in stage 2.
+        Of parameter, gradient and two moments (4 bytes each), what is whole counts fully, what is sharded by 1/N: 16 in
+        stage 0, 8 + 8/N in stage 1, 4 + 12/N in stage 2 and 16/N in stage 3.
 
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5, with 4 bytes for everything.
     """
-    whole, sharded = {0: (16, 0), 1: (8, 12), 2: (4, 16), 3: (0, 16)}[zero_stage]
+    whole, sharded = {0: (16, 0), 1: (8, 8), 2: (4, 12), 3: (0, 16)}[zero_stage]
     return whole + sharded / num_ranks
 
 

@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,15 @@ class Mesh:
             if self.rank in ranks:
                 mine = group
         return mine
+
+    def data_mesh(self) -> DeviceMesh:
+        """The data axis as torch's own functions take it: one dimension of shards, or copies by shards."""
+        kind = self.device.type
+        if self.layout.replicate == 1:
+            return DeviceMesh.from_group(self.data_group, kind, mesh_dim_names=("shard",))
+        ranks = torch.tensor(self.data_ranks).view(self.layout.replicate, -1)
+        groups = [self.replicate_group, self.shard_group]
+        return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
     def rank_of_stage(self, stage: int) -> int:
         """World rank in this replica that owns a (global) stage."""

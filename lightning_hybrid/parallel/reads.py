@@ -26,7 +26,7 @@ METADATA = frozenset(
         "element_size",
         "stride",
         "is_contiguous",
-        "untyped_storage",
+        "untyped_storage",  # probes ask for it, to know tensors again
     }
 )
 """Functions that look at no value; a value that `.data` or `.T` returns is seen where it is used."""

@@ -22,25 +22,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_hybrid.compat import is_view, own_parameter
+from lightning_hybrid.compat import free_early, is_view, own_parameter
 from lightning_hybrid.functional.trees import map_leaves
+from lightning_hybrid.parallel.aliasing import alias_shards
 from lightning_hybrid.parallel.data_parallel import Backwards, maxima
-from lightning_hybrid.parallel.gradients import sum_gradients
+from lightning_hybrid.parallel.gradients import make_buckets, sum_gradients
 from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.run import Result
-from lightning_hybrid.parallel.units import Unit
+from lightning_hybrid.parallel.units import Unit, loose_parameters
+
+
+class _Bucket(nn.Module):
+    """What `fully_shard` takes for a module with some of a model's parameters; nobody calls it."""
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()
+        self.root = root
 
 
 class _Step(nn.Module):
     """What `fully_shard` takes for the root: its forward returns also where the user's step leaves by an exception."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, buckets: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.root = root
+        self.root, self.buckets = root, nn.ModuleList(buckets)
 
     def forward(self, function: Callable[[], Result]) -> tuple[list[Tensor], Any]:
         result = function()
@@ -53,7 +61,7 @@ class Sharded:
     Args:
         root: The model; it is changed in place.
         mesh: Groups of this rank; `replicate` of them may each hold all slices (arXiv:2304.11277, section 3.2.2).
-        units: What is gathered together; the rest of the model is one unit more.
+        units: What is gathered together; the rest of the model travels in buckets, which nobody calls.
         zero_stage: 1, 2 or 3 (arXiv:1910.02054, section 5).
         reduce_dtype: Type in which gradients are summed and kept until then; None takes the parameters'.
         offload: Slices and their gradients live in host memory.
@@ -61,6 +69,7 @@ class Sharded:
 
     Attributes:
         loose: Parameters that `fully_shard` cannot slice: every replica has them whole.
+        modules: Units, and buckets of what is in none.
     """
 
     def __init__(
@@ -81,28 +90,26 @@ class Sharded:
         policy = CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu") if offload else OffloadPolicy()
         shard: Any = partial(
             fully_shard,
-            mesh=_device_mesh(mesh),
+            mesh=mesh.data_mesh(),
             reshard_after_forward=zero_stage == 3,
             mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False),
             offload_policy=policy,
-            ignored_params=set(loose.values()),
         )
         self._units: list[tuple[Unit, Any]] = []
         for unit in units:
             module = root.get_submodule(unit.name)
             if zero_stage == 3:
                 module.register_forward_hook(_own_memory)
-            self._units.append((unit, shard(module)))
-        step = _Step(root)
-        self._root: Any = shard(step)
-        self._modules = [*(module for _, module in self._units), self._root]
-        for module in self._modules:
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-            if hasattr(module, "set_reduce_scatter_unused_params"):  # since torch 2.13
-                module.set_reduce_scatter_unused_params(True)
+            self._units.append((unit, shard(module, ignored_params=set(loose.values()))))
+        rest = [p for name, p in root.named_parameters() if not isinstance(p, DTensor) and name not in loose]
+        self._buckets = [
+            shard(_Bucket(root), ignored_params=set(root.parameters()) - set(bucket)) for bucket in make_buckets(rest)
+        ]
+        self._root: Any = shard(_Step(root, self._buckets), ignored_params=set(root.parameters()))
+        self.modules = [*(module for _, module in self._units), *self._buckets]
+        free_early(self._root)
         self._fills = hasattr(self._root, "set_reduce_scatter_unused_params")
-        self._set_prefetching()
+        self._configure()
         if fill is not None:
             fill()
         present = dict(root.named_parameters())
@@ -114,10 +121,17 @@ class Sharded:
         self._order: list[tuple[int, int]] = []
         self._reduce = self._hold = False
         self._initialise(root)
+        if zero_stage < 3 and not offload:
+            for module in self.modules:
+                alias_shards(module)
 
     def step(self, function: Callable[[], Result]) -> Result:
         """Run one stage once, inside the root's hooks."""
+        self._gather_buckets()
         payload, output = self._root(function)
+        if self._zero_stage == 3 and not self._is_gathered:
+            for bucket in self._buckets:
+                bucket.reshard()
         return Result(payload, output)
 
     def begin(self, backwards: Backwards, *, reduce: bool, hold: bool = False) -> None:
@@ -134,13 +148,15 @@ class Sharded:
         for (unit, module), last in zip(self._units, self._last, strict=True):
             self._set(module, runs=stage in unit.stages, left=last - index)
         left = len(self._order) - 1 - index
-        self._set(self._root, runs=True, left=left)
+        for bucket in self._buckets:
+            self._set(bucket, runs=True, left=left)
+        self._gather_buckets()
         self._root.set_is_last_backward(self._reduce and left == 0)
 
     def finish(self) -> None:
         """Take back the zeros of parameters that no replica has used, and sum what is not sharded."""
         if not self._hold:
-            for module in self._modules:
+            for module in self.modules:
                 module.reshard()  # those that no backward pass has reached: the user may thaw their parameters now
         if self._fills:
             trained = {name: p for name, p in self.sharded.items() if p.requires_grad}
@@ -167,13 +183,13 @@ class Sharded:
         self._is_gathered = True
         if self._zero_stage == 3:
             self._root.set_reshard_after_forward(False)
-        for module in self._modules:
+        for module in self.modules:
             module.unshard()
 
     def scatter(self) -> None:
         """Free the gathered parameters."""
         self._is_gathered = False
-        for module in self._modules:
+        for module in self.modules:
             module.reshard()
         if self._zero_stage == 3:
             self._root.set_reshard_after_forward(True)
@@ -199,6 +215,11 @@ class Sharded:
         finally:
             self.scatter()
 
+    def _gather_buckets(self) -> None:
+        """Make whole what belongs to no unit; nobody calls a bucket."""
+        for bucket in self._buckets:
+            bucket.unshard()
+
     def _set(self, module: FSDPModule, *, runs: bool, left: int) -> None:
         """Prepare one unit for the next backward pass.
 
@@ -214,13 +235,17 @@ class Sharded:
         is_done = self._reduce and not self._hold and left <= 0
         module.set_reshard_after_backward(self._zero_stage == 3 or is_done, recurse=False)
 
-    def _set_prefetching(self) -> None:
-        """A block fetches its neighbour on the same stage ahead; nothing else does.
+    def _configure(self) -> None:
+        """Sums are sums; a block fetches its neighbour on the same stage ahead, and nothing else does.
 
         By default a module gathers what ran before it, and that differs between replicas if only one of them has probed
         a new shape. Where parameters stay whole until the last backward pass, there is nothing to fetch.
         """
-        for module in self._modules:
+        for module in self.modules:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if self._fills:  # since torch 2.13
+                module.set_reduce_scatter_unused_params(True)
             module.set_modules_to_backward_prefetch([module])  # none but itself, which is gathered
         blocks = [(unit.stages, module) for unit, module in self._units if unit.is_block]
         for (stages, module), (next_stages, following) in pairwise(blocks):
@@ -239,45 +264,24 @@ class Sharded:
         with torch.no_grad():
             self._root(lambda: Result([], None))
             self._root.reshard()
-            for module in self._modules:
+            for module in self.modules:
                 module.unshard()
                 for name, parameter in root.named_parameters():
                     if name in self.sharded and not isinstance(parameter, DTensor) and parameter.requires_grad:
-                        parameter.register_post_accumulate_grad_hook(partial(self._note, name))
+                        parameter.register_post_accumulate_grad_hook(partial(_note, self._present, name))
                 module.reshard()
         for shard in frozen:
             shard.requires_grad_(False)
 
-    def _note(self, name: str, _: Tensor) -> None:
-        self._present.add(name)
 
-
-def loose_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
-    """What `fully_shard` cannot slice, or not together with the rest: scalars, odd strides, a second type."""
-    sizes: dict[torch.dtype, int] = {}
-    for parameter in root.parameters():
-        if parameter.is_floating_point():
-            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
-    main = max(sizes, key=sizes.__getitem__, default=None)
-    return {
-        name: p
-        for name, p in root.named_parameters()
-        if p.ndim == 0 or not p.is_contiguous() or (p.is_floating_point() and p.dtype != main)
-    }
+def _note(present: set[str], name: str, _: Tensor) -> None:
+    """A hook; it knows no model, as Python's garbage collector does not look into hooks on tensors."""
+    present.add(name)
 
 
 def _places(root: nn.Module) -> list[tuple[nn.Module, str]]:
     """Where parameters are, listed once: a walk through all modules, twice a step, shows in small models' times."""
     return [(module, name) for module in root.modules() for name, _ in module.named_parameters(recurse=False)]
-
-
-def _device_mesh(mesh: Mesh) -> DeviceMesh:
-    kind = mesh.device.type
-    if mesh.layout.replicate == 1:
-        return DeviceMesh.from_group(mesh.data_group, kind, mesh_dim_names=("shard",))
-    ranks = torch.tensor(mesh.data_ranks).view(mesh.layout.replicate, -1)
-    groups = [mesh.replicate_group, mesh.shard_group]
-    return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def _own_memory(module: nn.Module, args: Any, output: Any) -> Any:

@@ -13,7 +13,7 @@ import inspect
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -76,18 +76,19 @@ class Traffic:
         calls: Number of calls; a collective of objects makes two, one for lengths and one for bytes.
         payload: Bytes of the tensors that this rank handed over (of a receive: that it got).
         wire: Bytes that a rank sends if the collective runs over a ring (`functional.traffic.ring_bytes`).
+        largest: Bytes of the largest tensor that a call needs whole, on this rank: what it sums, or gathers into.
     """
 
     calls: int = 0
     payload: int = 0
     wire: float = 0.0
+    largest: int = field(default=0, compare=False)
 
     def __iadd__(self, other: Traffic) -> Traffic:
-        self.calls, self.payload, self.wire = (
-            self.calls + other.calls,
-            self.payload + other.payload,
-            self.wire + other.wire,
-        )
+        self.calls += other.calls
+        self.payload += other.payload
+        self.wire += other.wire
+        self.largest = max(self.largest, other.largest)
         return self
 
 
@@ -195,11 +196,12 @@ def _watcher(name: str) -> Any:
         group = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
         tensors = [] if handed is None else _tensors(args[handed])
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
-        wire = 0.0 if whole is None else ring_bytes(collective, _bytes(_tensors(args[whole])), group.size())
+        size = 0 if whole is None else _bytes(_tensors(args[whole]))
+        wire = 0.0 if whole is None else ring_bytes(collective, size, group.size())
         called, in_forward = _callers()
         axis, direction = _axis(group)
         phase = direction or ("backward" if in_backward() else "forward" if in_forward else "step")
-        _Interception.add(Row(axis, phase, called or collective, dtype), Traffic(1, _bytes(tensors), wire))
+        _Interception.add(Row(axis, phase, called or collective, dtype), Traffic(1, _bytes(tensors), wire, size))
 
     return watch
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from lightning_hybrid.parallel.cut import StageCut, ancestors_of, outside_modules
@@ -37,9 +38,9 @@ def choose_units(
     callers: Mapping[str, Collection[int]] | None = None,
     excluded: Collection[str] = (),
 ) -> list[Unit]:
-    """The units of one rank, blocks first and in order; all that is in none of them is one unit more, the root's.
+    """The units of one rank, blocks first and in order; all that is in none of them travels in buckets.
 
-    Stage 1 without a pipeline keeps everything together: a gather and a sum a step, whatever the replicas compute. In
+    Stage 1 without a pipeline has buckets alone: gathered and summed in one order, whatever the replicas compute. In
     stage 3 a module beside the blocks with at least half as many parameters as the smallest block is a unit too;
     smaller ones would only make more messages.
 
@@ -56,7 +57,7 @@ def choose_units(
     users = Counter(id(p) for module in root.modules() for p in module.parameters(recurse=False))
 
     def is_whole(name: str) -> bool:
-        """Whether it has parameters, and shares none: what others hold too must be in the root's unit."""
+        """Whether it has parameters, and shares none: what others hold too must be in no unit."""
         parameters = list(root.get_submodule(name).parameters())
         return name not in excluded and bool(parameters) and all(users[id(p)] == 1 for p in parameters)
 
@@ -76,6 +77,20 @@ def choose_units(
             units.append(Unit(name, tuple(calling), is_block=False))
             taken |= inside
     return units
+
+
+def loose_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
+    """What `fully_shard` cannot slice, or not together with the rest: scalars, odd strides, a second type."""
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in root.parameters():
+        if parameter.is_floating_point():
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    main = max(sizes, key=sizes.__getitem__, default=None)
+    return {
+        name: p
+        for name, p in root.named_parameters()
+        if p.ndim == 0 or not p.is_contiguous() or (p.is_floating_point() and p.dtype != main)
+    }
 
 
 def _size(root: nn.Module, name: str) -> int:

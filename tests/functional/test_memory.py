@@ -48,5 +48,5 @@ def test_names_are_cut_between_their_parts():
     ]
 
 
-def test_zero_stages_of_one_rank_keep_what_shards_and_whole_copies_take():
-    assert [zero_state_bytes(stage, 4) for stage in range(4)] == [16, 11, 8, 4]
+def test_zero_stages_of_one_rank_keep_what_is_whole_and_a_share_of_the_rest():
+    assert [zero_state_bytes(stage, 4) for stage in range(4)] == [16, 10, 7, 4]

@@ -29,6 +29,7 @@ def called(model, x):
     x = model.embed(x).to(model.head.weight.dtype)
     assert model.blocks[0][0].weight.shape == (4, 4)
     assert model.blocks[0][0].weight.dim() == 2
+    assert model.blocks[0][0].weight.untyped_storage().nbytes() == 4 * 16
     for block in model.blocks:
         x = block(x)
     return model.head(x)
