@@ -50,7 +50,8 @@ class _Step(nn.Module):
         super().__init__()
         self.root, self.buckets = root, nn.ModuleList(buckets)
 
-    def forward(self, function: Callable[[], Result]) -> tuple[list[Tensor], Any]:
+    def forward(self, before: Callable[[], None], function: Callable[[], Result]) -> tuple[list[Tensor], Any]:
+        before()
         result = function()
         return result.payload, result.output
 
@@ -127,8 +128,7 @@ class Sharded:
 
     def step(self, function: Callable[[], Result]) -> Result:
         """Run one stage once, inside the root's hooks."""
-        self._gather_buckets()
-        payload, output = self._root(function)
+        payload, output = self._root(self._gather_buckets, function)
         if self._zero_stage == 3 and not self._is_gathered:
             for bucket in self._buckets:
                 bucket.reshard()
@@ -262,7 +262,7 @@ class Sharded:
         for shard in frozen:
             shard.requires_grad_(True)
         with torch.no_grad():
-            self._root(lambda: Result([], None))
+            self._root(lambda: None, lambda: Result([], None))
             self._root.reshard()
             for module in self.modules:
                 module.unshard()
