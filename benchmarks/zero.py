@@ -41,9 +41,15 @@ class Kept(Callback):
 
     def look(self, trainer: Any) -> None:
         """Count what is there now."""
-        held = trainer.strategy.assembly.engine.data.held_parameters()
+        data = trainer.strategy.assembly.engine.data
+        held, waiting = data.held_parameters(), data.waiting_gradients() if hasattr(data, "waiting_gradients") else []
         states = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
-        tensors = [*held, *(p.grad for p in held if p.grad is not None), *(value for value in states if value.ndim)]
+        tensors = [
+            *held,
+            *waiting,
+            *(p.grad for p in held if p.grad is not None),
+            *(value for value in states if value.ndim),
+        ]
         storages = [local(tensor.detach()).untyped_storage() for tensor in tensors]
         self.bytes = max(self.bytes, sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
 
@@ -95,11 +101,13 @@ class Gathered(Callback):
             block.register_full_backward_hook(lambda *_: self.look())
 
 
-def train(model: GPT, zero_stage: int, batches: list[Tensor], *callbacks: Callback, pipeline: int = 1) -> None:
+def train(
+    model: GPT, zero_stage: int, batches: list[Tensor], *callbacks: Callback, pipeline: int = 1, masters: bool = False
+) -> None:
     """Train on each batch once."""
     strategy = HybridPTDPStrategy(pipeline, num_microbatches=NUM_MICROBATCHES, zero_stage=zero_stage)
     options = {"devices": NUM_RANKS, "use_distributed_sampler": False, "callbacks": list(callbacks)}
-    fit(model, batches, strategy=strategy, **options)
+    fit(model, batches, strategy=strategy, precision="bf16-true" if masters else "32-true", **options)
 
 
 def data_rows(counts: Counts) -> list[Traffic]:
@@ -113,15 +121,17 @@ def sizes_of(model: GPT) -> tuple[int, int, int]:
     return whole, block, whole - blocks
 
 
-def memory(case: str, zero_stage: int) -> None:
+def memory(case: str, zero_stage: int, masters: bool = False) -> None:
     """Bytes in units of the formula, with the units that are whole meanwhile."""
     model, kept = GPT(width=64, depth=8), Kept()
     size, block, root = sizes_of(model)
-    train(model, zero_stage, BATCHES, kept)
+    train(model, zero_stage, BATCHES, kept, masters=masters)
     # whole besides: a block's gradients, and in stage 3 its parameters, with those of what is beside the blocks
     whole = {0: 0, 1: 0, 2: block + root, 3: 2 * (block + root)}[zero_stage]
-    law = zero_state_bytes(zero_stage, NUM_RANKS) * size
-    report(case, kept.bytes / (law + 4 * whole), 1.02, bytes_per_parameter=kept.bytes / size, law=law / size)
+    law = zero_state_bytes(zero_stage, NUM_RANKS, masters=masters) * size
+    whole = size if masters and zero_stage < 2 else whole  # a bucket has 16-bit gradients, and the model is one
+    expected = law + (2 if masters else 4) * whole
+    report(case, kept.bytes / expected, 1.02, bytes_per_parameter=kept.bytes / size, law=law / size)
 
 
 def traffic(case: str, zero_stage: int) -> None:
@@ -193,13 +203,12 @@ def ranks(measure: Callable[..., None], **options: int) -> tuple[int, Callable[[
 
 CASES = {
     **{f"memory_zero{stage}": ranks(memory, zero_stage=stage) for stage in range(4)},
+    **{f"memory_masters_zero{stage}": ranks(memory, zero_stage=stage, masters=True) for stage in range(4)},
     "gathered_zero3": ranks(gathered),
     **{f"traffic_zero{stage}": ranks(traffic, zero_stage=stage) for stage in range(4)},
     **{f"messages_zero{stage}": ranks(messages, zero_stage=stage) for stage in range(4)},
     **{f"growth_zero{stage}": ranks(growth, zero_stage=stage, pipeline=1) for stage in (1, 3)},
     "growth_pipeline": ranks(growth, zero_stage=1, pipeline=2),
 }
-
-
 if __name__ == "__main__":
     run(__file__, __doc__, CASES)

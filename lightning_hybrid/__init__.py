@@ -8,6 +8,8 @@ from functools import partial
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_hybrid.parallel.auxiliary import add_auxiliary_loss
+from lightning_hybrid.precision import MasterWeights
+from lightning_hybrid.strategies import precisions
 from lightning_hybrid.strategies.costs import measure_costs
 from lightning_hybrid.strategies.deepspeed import HybridDeepSpeedStrategy
 from lightning_hybrid.strategies.hybrid import HybridPTDPStrategy
@@ -15,6 +17,7 @@ from lightning_hybrid.strategies.launching import REFUSED, refuse_launcher
 
 __all__ = ["HybridDeepSpeedStrategy", "HybridPTDPStrategy", "add_auxiliary_loss", "measure_costs"]
 
+precisions.replacements["bf16-true"] = lambda plugin: MasterWeights()
 StrategyRegistry.register(
     HybridPTDPStrategy.strategy_name,
     HybridPTDPStrategy,

@@ -198,6 +198,11 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def has_kernel(operation: str, key: str) -> bool:
+    """Whether a dispatch key of an operation such as "aten::softmax.int" is taken; no public function tells."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operation, key))
+
+
 def before_backend(operation: Any, watch: Callable[[tuple[Any, ...]], object]) -> Callable[..., Any]:
     """A kernel for the dispatch key `BackendSelect` that shows an operation's arguments to `watch`, then goes on.
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import Callback
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchmetrics import SumMetric
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -329,3 +330,24 @@ def test_holders_of_memory_are_counted():
     before = compat.num_holders(x)
     view = x[1:]
     assert compat.num_holders(view) == compat.num_holders(x) == before + 1
+
+
+def test_operations_have_kernels_for_autocast():
+    assert compat.has_kernel("aten::linear", "AutocastCPU")
+    assert not compat.has_kernel("aten::layer_norm", "AutocastCPU")
+
+
+def waiting():
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu", mesh_dim_names=("shard",))
+    model = fully_shard(nn.Linear(2, 3), mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(4, 2)).sum().backward()
+    weight, _ = compat.sharded_records(model)
+    found = weight.unsharded_accumulated_grad.clone()
+    assert weight.unsharded_param.dtype == torch.bfloat16
+    assert weight.sharded_param.requires_grad
+    return found.dtype, found.tolist()
+
+
+def test_gradients_wait_in_the_type_of_their_sum():
+    assert run_ranks(2, waiting) == [(torch.float32, [[4.0, 4.0]] * 3)] * 2

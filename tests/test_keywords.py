@@ -8,13 +8,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from lightning_hybrid import HybridPTDPStrategy
 from lightning_hybrid.strategies.layouts import choose_layout
 from tests.launch import run_trainers
-from tests.small import Small, fit, hybrid, loader, refusal, trainer_of
+from tests.small import Small, fit, hybrid, loader, refusal
 
 AT_LEAST_1 = "must be a whole number of at least 1"
 KEYWORDS = [
@@ -216,20 +215,6 @@ def test_number_of_processes_that_no_layout_fills_is_refused_on_every_rank():
         assert untouched
 
 
-def refusal_of_precision(kind):
-    precision = {"plugins": [MixedPrecision("16-mixed", "cpu")]} if kind == "16-mixed" else {"precision": kind}
-    with pytest.raises(ValueError, match="precision") as caught:
-        trainer_of(hybrid(), **precision).fit(Small(), loader(8, 4))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("kind", ["16-mixed", "16-true"])
-def test_precision_with_a_loss_scale_is_refused_on_every_rank(kind):
-    for message in run_trainers(2, refusal_of_precision, kind):
-        assert f"precision='{kind}' does not work with hybrid_ptdp yet" in message
-        assert "32-true, bf16-true, bf16-mixed, 64-true" in message
-
-
 class Wide(Small):
     """In the default type, which the precision decides."""
 
@@ -254,7 +239,7 @@ def laid_out(depth, precision):
     return (layout.pipeline, layout.data), float(trainer.callback_metrics.get("loss", 0.0)), trainer.global_step
 
 
-@pytest.mark.parametrize("kind", ["bf16-true", "bf16-mixed", "64-true"])
+@pytest.mark.parametrize("kind", ["bf16-mixed", "64-true"])
 def test_precision_without_a_loss_scale_trains(kind):
     assert run_trainers(2, layout, 2, kind) == [((2, 1), 0.0, 2)] * 2
 

@@ -19,20 +19,24 @@ def state_bytes(parameter_bytes: float, *, copies: int, num_steps: int = 0, num_
     return copies * parameter_bytes / num_shards + 4 * num_steps
 
 
-def zero_state_bytes(zero_stage: int, num_ranks: int) -> float:
+def zero_state_bytes(zero_stage: int, num_ranks: int, *, masters: bool = False) -> float:
     """Bytes for each float32 parameter on one rank at the peak of a step with Adam, without what a unit has whole.
 
     Args:
         zero_stage: 0 to 3.
         num_ranks: Replicas that share the states, N.
+        masters: The whole parameter is a copy of 2 bytes, made of the shard while a unit is gathered.
 
     Returns:
         Of parameter, gradient and two moments (4 bytes each), what is whole counts fully, what is sharded by 1/N: 16 in
-        stage 0, 8 + 8/N in stage 1, 4 + 12/N in stage 2 and 16/N in stage 3.
+        stage 0, 8 + 8/N in stage 1, 4 + 12/N in stage 2 and 16/N in stage 3. With masters, beside which the copies
+        stand: 18, 6 + 12/N, 2 + 16/N and 16/N.
 
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5, with 4 bytes for everything.
     """
-    whole, sharded = {0: (16, 0), 1: (8, 8), 2: (4, 12), 3: (0, 16)}[zero_stage]
+    plain = {0: (16, 0), 1: (8, 8), 2: (4, 12), 3: (0, 16)}
+    with_masters = {0: (18, 0), 1: (6, 12), 2: (2, 16), 3: (0, 16)}
+    whole, sharded = (with_masters if masters else plain)[zero_stage]
     return whole + sharded / num_ranks
 
 

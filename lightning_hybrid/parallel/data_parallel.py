@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.parallel.cut import StageCut
 from lightning_hybrid.parallel.mesh import Mesh
+from lightning_hybrid.parallel.narrow import shown_as
 from lightning_hybrid.parallel.reduction import Reduction
 from lightning_hybrid.parallel.run import Result
 
@@ -30,6 +31,9 @@ class DataParallel(Protocol):
 
     def step(self, function: Callable[[], Result]) -> Result:
         """Run one stage once."""
+
+    def shown(self) -> AbstractContextManager[None]:
+        """Context in which modules show parameters as a step sees them, entered around probes and steps."""
 
     def begin(self, backwards: Backwards, *, reduce: bool, hold: bool = False) -> None:
         """Learn the order of the coming backward passes.
@@ -63,12 +67,27 @@ class DataParallel(Protocol):
 
 
 class Replicated:
-    """Every replica holds everything; gradients are summed from the last backward passes of a window on."""
+    """Every replica holds everything; gradients are summed from the last backward passes of a window on.
+
+    Args:
+        cut: This rank's view of the model; None without a pipeline.
+        root: The model.
+        mesh: Groups of this rank.
+        reduce_dtype: Type in which gradients are summed; None takes each parameter's own.
+        param_dtype: 16-bit type in which modules show float32 parameters while a step runs; it will not be trained
+            before `Sharded` takes over.
+    """
 
     def __init__(
-        self, cut: StageCut | None, root: nn.Module, mesh: Mesh, *, reduce_dtype: torch.dtype | None = None
+        self,
+        cut: StageCut | None,
+        root: nn.Module,
+        mesh: Mesh,
+        reduce_dtype: torch.dtype | None = None,
+        param_dtype: torch.dtype | None = None,
     ) -> None:
         self._cut, self._root, self._group, self._dtype = cut, root, mesh.data_group, reduce_dtype
+        self._param_dtype = param_dtype
         self._stages: dict[int, list[nn.Parameter]] = {}
         self._reduction: Reduction | None = None
         self._reduce = False
@@ -77,6 +96,10 @@ class Replicated:
     def step(self, function: Callable[[], Result]) -> Result:
         """Run one stage once."""
         return function()
+
+    def shown(self) -> AbstractContextManager[None]:
+        """Context with copies of 16 bits where they are asked for."""
+        return nullcontext() if self._param_dtype is None else shown_as(self._root, self._param_dtype)
 
     def begin(self, backwards: Backwards, *, reduce: bool, hold: bool = False) -> None:
         """The last backward of each stage makes gradients final."""

@@ -216,7 +216,7 @@ class Engine(Holdings):
 
     @contextmanager
     def _around_probe(self) -> Iterator[None]:
-        with self._tensor_step(), self.reads or nullcontext():
+        with self._shown(), self.reads or nullcontext():
             yield
 
     def _forget(self, stage: int, micro_batch: int) -> None:
@@ -234,11 +234,14 @@ class Engine(Holdings):
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
         """Context of a step."""
-        with Streams(self.mesh.device) if self._is_shared else nullcontext(), self._tensor_step():
+        with Streams(self.mesh.device) if self._is_shared else nullcontext(), self._shown():
             yield
 
-    def _tensor_step(self) -> AbstractContextManager[None]:
-        return self.tensor.step() if self.tensor is not None else nullcontext()
+    @contextmanager
+    def _shown(self) -> Iterator[None]:
+        """Context in which modules show what a step sees: parameters in the type of compute, and as wholes."""
+        with self.data.shown(), self.tensor.step() if self.tensor is not None else nullcontext():
+            yield
 
     def _start_streams(self, step: Step, micro_batch: int) -> None:
         Streams(self.mesh.device).seed(self.seed, *step.name, micro_batch, self.mesh.data_rank)

@@ -80,6 +80,7 @@ class Holdings:
     def forget_gradients(self) -> None:
         """Drop what an accumulation window has left that was never applied."""
         take_gradients(self.local_parameters())
+        self.data.abandon()
         if self.accumulation is not None:
             self.accumulation.forget()
 

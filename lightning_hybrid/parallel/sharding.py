@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -33,6 +33,7 @@ from lightning_hybrid.parallel.gradients import make_buckets, sum_gradients
 from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.run import Result
 from lightning_hybrid.parallel.units import Unit, loose_parameters
+from lightning_hybrid.parallel.waiting import complete_waiting, drop_waiting, waiting_gradients
 
 
 class _Bucket(nn.Module):
@@ -65,6 +66,7 @@ class Sharded:
         units: What is gathered together; the rest of the model travels in buckets, which nobody calls.
         zero_stage: 1, 2 or 3 (arXiv:1910.02054, section 5).
         reduce_dtype: Type in which gradients are summed and kept until then; None takes the parameters'.
+        param_dtype: Type in which modules show float32 parameters while they are gathered; None leaves them.
         offload: Slices and their gradients live in host memory.
         fill: Makes slices that are on the meta device.
 
@@ -81,19 +83,20 @@ class Sharded:
         *,
         zero_stage: int = 1,
         reduce_dtype: torch.dtype | None = None,
+        param_dtype: torch.dtype | None = None,
         offload: bool = False,
         fill: Callable[[], None] | None = None,
     ) -> None:
         # its advice is heeded by `_own_memory`, where modules reshard after forward
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self._mesh, self._zero_stage, self._reduce_dtype = mesh, zero_stage, reduce_dtype
-        loose = loose_parameters(root)
+        loose = loose_parameters(root, torch.float32 if param_dtype else None)
         policy = CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu") if offload else OffloadPolicy()
         shard: Any = partial(
             fully_shard,
             mesh=mesh.data_mesh(),
             reshard_after_forward=zero_stage == 3,
-            mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False),
+            mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
             offload_policy=policy,
         )
         self._units: list[tuple[Unit, Any]] = []
@@ -134,6 +137,10 @@ class Sharded:
                 bucket.reshard()
         return Result(payload, output)
 
+    def shown(self) -> AbstractContextManager[None]:
+        """What is gathered is so already."""
+        return nullcontext()
+
     def begin(self, backwards: Backwards, *, reduce: bool, hold: bool = False) -> None:
         """Learn which backward pass is the last of each unit: it makes the unit's gradients final."""
         self._order, self._reduce, self._hold, self._index = list(backwards), reduce, hold, 0
@@ -158,7 +165,7 @@ class Sharded:
         if not self._hold:
             for module in self.modules:
                 module.reshard()  # those that no backward pass has reached: the user may thaw their parameters now
-        if self._fills:
+        if self._fills or self._reduce_dtype is not None:
             trained = {name: p for name, p in self.sharded.items() if p.requires_grad}
             present = [name in self._present for name in trained]
             counts = torch.tensor(present, dtype=torch.int32, device=self._mesh.device)
@@ -170,8 +177,13 @@ class Sharded:
         sum_gradients([p for p in self.loose if p.requires_grad], self._mesh.data_group, at_least=self._reduce_dtype)
 
     def abandon(self) -> None:
-        """The parameters stay sharded."""
+        """Drop the gradients of a window that will not be applied; the parameters stay sharded."""
         self._present.clear()
+        drop_waiting(self.modules)
+
+    def waiting_gradients(self) -> list[Tensor]:
+        """Gradients that are whole and in the type of their sum, on none of `held_parameters`."""
+        return waiting_gradients(self.modules)
 
     def held_parameters(self) -> list[nn.Parameter]:
         """All that may have gradients: the slices, and what modules show in their place while it is whole."""
@@ -229,6 +241,8 @@ class Sharded:
             left: Passes from this one to its last; below 0 behind that.
         """
         last = self._reduce and left == 0
+        if last and self._reduce_dtype is not None:
+            complete_waiting(module, self._reduce_dtype)
         module.set_requires_gradient_sync(runs and (self._zero_stage > 1 or last), recurse=False)
         if self._zero_stage > 1 and self._fills:  # copies of slices are summed once, like all of stage 1
             module.set_requires_all_reduce(last, recurse=False)

@@ -79,13 +79,18 @@ def choose_units(
     return units
 
 
-def loose_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
-    """What `fully_shard` cannot slice, or not together with the rest: scalars, odd strides, a second type."""
+def loose_parameters(root: nn.Module, main: torch.dtype | None = None) -> dict[str, nn.Parameter]:
+    """What `fully_shard` cannot slice, or not together with the rest: scalars, odd strides, a second type.
+
+    Args:
+        root: The model.
+        main: The first type; None takes the one that most numbers have.
+    """
     sizes: dict[torch.dtype, int] = {}
     for parameter in root.parameters():
         if parameter.is_floating_point():
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
-    main = max(sizes, key=sizes.__getitem__, default=None)
+    main = main or max(sizes, key=sizes.__getitem__, default=None)
     return {
         name: p
         for name, p in root.named_parameters()

@@ -31,6 +31,7 @@ class Zero:
         stage: 0 to 3; 0 shards nothing.
         blocks: Names of the model's blocks.
         reduce_dtype: Type in which gradients are summed; None takes each parameter's own.
+        param_dtype: 16-bit type in which modules show float32 parameters in a step; None shows them as they are.
         offload: Shards live in host memory, also those of one replica.
         accumulates_on_host: Gradients are in host memory between the batches of an accumulation window.
         streaming: Blocks whose parameters are not to be in memory before they are sharded, if there are.
@@ -39,13 +40,14 @@ class Zero:
     stage: int = 0
     blocks: Sequence[str] = ()
     reduce_dtype: torch.dtype | None = None
+    param_dtype: torch.dtype | None = None
     offload: bool = False
     accumulates_on_host: bool = False
     streaming: Streaming | None = None
 
     def shards(self, mesh: Mesh) -> bool:
-        """Whether anything is sharded or moved."""
-        return self.stage > 0 and (mesh.layout.data > 1 or self.offload)
+        """Whether anything is sharded, moved or shown in another type."""
+        return self.param_dtype is not None or (self.stage > 0 and (mesh.layout.data > 1 or self.offload))
 
     def spread(self, number: int, mesh: Mesh) -> tuple[int, int]:
         """Least and most over the replicas, where all must run equally many passes; they call it together."""
@@ -58,7 +60,7 @@ class Zero:
         """What runs the model until it is sharded."""
         if self.streaming is not None:
             return Streamed(cut, root, mesh, self.streaming, reduce_dtype=self.reduce_dtype)
-        return Replicated(cut, root, mesh, reduce_dtype=self.reduce_dtype)
+        return Replicated(cut, root, mesh, self.reduce_dtype, self.param_dtype)
 
     def watch(self, root: nn.Module, mesh: Mesh) -> ReadWatch | None:
         """What finds modules that are read past their calls, where that matters."""
@@ -97,6 +99,7 @@ class Zero:
             units,
             zero_stage=self.stage,
             reduce_dtype=self.reduce_dtype,
+            param_dtype=self.param_dtype,
             offload=self.offload,
             fill=self.streaming.materialiser.fill if self.streaming is not None else None,
         )
@@ -106,20 +109,25 @@ class Zero:
         return sharded
 
 
-def reduction_dtype(name: str, dtypes: Collection[torch.dtype]) -> torch.dtype | None:
+def reduction_dtype(
+    name: str, dtypes: Collection[torch.dtype], param_dtype: torch.dtype | None = None
+) -> torch.dtype | None:
     """Type in which gradients are summed: the one that is named, or for "auto" float32 where parameters have 16 bits.
 
     Args:
         name: "auto", or a floating-point type of torch.
         dtypes: The parameters' types.
+        param_dtype: 16-bit type in which they are shown, and their gradients made.
 
     Returns:
         None where gradients are summed in their own type.
     """
+    if name == "auto" and param_dtype is not None:
+        return torch.float32
     if name == "auto":
         return torch.float32 if dtypes and all(dtype.itemsize == 2 for dtype in dtypes) else None
     dtype: torch.dtype = getattr(torch, name)
-    return None if dtypes == {dtype} else dtype
+    return None if dtypes == {dtype} and param_dtype is None else dtype
 
 
 @contextmanager

@@ -211,7 +211,8 @@ def _initialise(
         materialiser = Materialiser(
             module, ground.initialiser, ground.seed, mesh.device, cut=cut, tensor=tensor, home=home
         )
-        if zero.stage == 3 and zero.shards(mesh) and module.automatic_optimization:
+        sharded = zero.stage == 3 and zero.shards(mesh) and module.automatic_optimization
+        if sharded and zero.param_dtype is None:  # 16-bit copies are made of what is there
             streaming = Streaming(materialiser, ground.blocks)
         materialiser.fill(kept_back=streaming.names if streaming is not None else ())
         if cut is not None:
@@ -224,8 +225,10 @@ def _initialise(
 def _zero(module: nn.Module, options: dict[str, Any], ground: Ground) -> Zero:
     """How states are sharded; the same on every rank."""
     dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
-    dtype = reduction_dtype(options["reduce_dtype"], dtypes)
-    return Zero(options["zero_stage"], ground.blocks, dtype, options["cpu_offload"], options["accumulate_on_cpu"])
+    param_dtype = ground.param_dtype
+    dtype = reduction_dtype(options["reduce_dtype"], dtypes, param_dtype)
+    stage = options["zero_stage"] if param_dtype is None else max(1, options["zero_stage"])  # see `choose_layout`
+    return Zero(stage, ground.blocks, dtype, param_dtype, options["cpu_offload"], options["accumulate_on_cpu"])
 
 
 def _warn_of_batch_norm(module: nn.Module, mesh: Mesh, num_microbatches: int | str) -> None:

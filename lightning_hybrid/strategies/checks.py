@@ -16,7 +16,6 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import LBFGS, Adafactor, Muon, Optimizer
@@ -27,11 +26,11 @@ from lightning_hybrid.parallel.mesh import Layout
 from lightning_hybrid.parallel.tensor.assignment import STYLES
 from lightning_hybrid.parallel.tensor.install import SHOWN
 from lightning_hybrid.parallel.tensor.plan import make_plan
+from lightning_hybrid.strategies.precisions import check_precision
 
 NUMBERS = ("pipeline_parallel_size", "tensor_parallel_size", "replicate_size", "num_chunks", "num_microbatches")
 REDUCE_DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved_1f1b")
-PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "64-true")
 
 
 REFUSED_CALLBACKS = {  # what each does to the whole model
@@ -143,19 +142,6 @@ def _check_costs(costs: Any, memory: Any, partition: Any) -> None:
         raise ValueError(
             f"max_stage_memory={memory} is kept by partition='balanced' only, got partition={partition!r}. Leave one "
             "of the two out."
-        )
-
-
-def check_precision(precision: Precision) -> None:
-    """Refuse precisions whose loss scale would have to be shared over the stages.
-
-    Raises:
-        ValueError: Naming those that work.
-    """
-    if precision.precision not in PRECISIONS:
-        raise ValueError(
-            f"precision={precision.precision!r} does not work with hybrid_ptdp yet: its loss scale is kept by each "
-            f"process for itself. Choose one of {', '.join(PRECISIONS)}."
         )
 
 

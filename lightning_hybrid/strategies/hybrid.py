@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -20,6 +21,7 @@ from lightning_hybrid.strategies import checks
 from lightning_hybrid.strategies.assembly import assemble
 from lightning_hybrid.strategies.evaluation import next_epoch
 from lightning_hybrid.strategies.optimizers import ParameterGroups
+from lightning_hybrid.strategies.precisions import Masters, check_masters, check_precision, ours
 from lightning_hybrid.strategies.processes import DEFAULT_TIMEOUT
 from lightning_hybrid.strategies.states import StatefulStrategy
 from lightning_hybrid.strategies.summary import SummaryBeforeCut
@@ -95,6 +97,17 @@ class HybridPTDPStrategy(StatefulStrategy):
         self.record_timeline = False
 
     @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        """Take this package's plugin in the place of Lightning's for 16 bits."""
+        chosen = None if precision_plugin is None else ours(precision_plugin)
+        StatefulStrategy.precision_plugin.fset(self, chosen)  # type: ignore[attr-defined]
+
+    @property
     def is_distributed(self) -> bool:
         """Whether replicas see different data: Lightning then gives each its share, and else leaves samplers alone."""
         return self.world_size > 1 if self._ground is None else self._ground.mesh.layout.data > 1
@@ -103,10 +116,13 @@ class HybridPTDPStrategy(StatefulStrategy):
     def setup(self, trainer: Trainer) -> None:
         module = trainer.lightning_module
         trainer.accelerator.setup(trainer)
-        checks.check_precision(self.precision_plugin)
+        check_precision(self.precision_plugin)
+        dtype = self.precision_plugin.compute_dtype if isinstance(self.precision_plugin, Masters) else None
         present = self._assembly if self._assembly is not None and self._assembly.module is module else None
         if present is None:
-            self._ground = survey(module, self.options, self.root_device, self.timeout, seed=self.resuming.seed)
+            self._ground = survey(
+                module, self.options, self.root_device, self.timeout, seed=self.resuming.seed, param_dtype=dtype
+            )
         elif self.is_fitting:
             present.reseed(self.resuming.seed)
         self.model, groups = self.precision_plugin.convert_module(module), None
@@ -120,6 +136,8 @@ class HybridPTDPStrategy(StatefulStrategy):
             present.use(groups)
         if self.is_fitting:
             self.evaluation.loaders.resume(self.resuming.prepare(self.ground.mesh))
+        if isinstance(self.precision_plugin, Masters):
+            self.precision_plugin.bind(self.assembly.engine)
         self.setup_precision_plugin()
         self.assembly.install(trainer, self.precision_plugin)
 
@@ -127,7 +145,8 @@ class HybridPTDPStrategy(StatefulStrategy):
     def _is_plain(self) -> bool:
         """One process and one micro-batch: Lightning's own path serves."""
         alone = self.world_size == 1 and self.options["num_microbatches"] in ("auto", 1)
-        return alone and not (self.options["cpu_offload"] or self.options["accumulate_on_cpu"])
+        on_host = self.options["cpu_offload"] or self.options["accumulate_on_cpu"]
+        return alone and not on_host and not isinstance(self.precision_plugin, Masters)
 
     def _group_parameters(self, trainer: Trainer, module: LightningModule) -> ParameterGroups:
         """Make the optimizers over the whole module, and note which parameters they have."""
@@ -137,6 +156,7 @@ class HybridPTDPStrategy(StatefulStrategy):
             checks.check_steps(module)
             checks.check_trainer(trainer)
             checks.check_optimizers(self.optimizers, module, self.ground.mesh.layout, self.options)
+        check_masters(self.precision_plugin, module, self.optimizers)
         return ParameterGroups(self.optimizers, module)
 
     @override

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -13,8 +13,15 @@ from lightning_hybrid.parallel.mesh import Layout
 from lightning_hybrid.strategies.costs import block_bytes, estimated_costs
 
 
-def choose_layout(options: dict[str, Any], blocks: Sequence[str], world_size: int) -> Layout:
+def choose_layout(options: dict[str, Any], blocks: Sequence[str], world_size: int, *, masters: bool = False) -> Layout:
     """The layout that the keywords and the model ask for.
+
+    Args:
+        options: The strategy's keywords.
+        blocks: Names of the model's blocks.
+        world_size: Number of processes.
+        masters: Parameters are float32 masters of 16-bit copies: `fully_shard` makes those in stage 0 too, where each
+            replica is a copy of all shards.
 
     Raises:
         ValueError: If sizes do not fit each other.
@@ -35,7 +42,7 @@ def choose_layout(options: dict[str, Any], blocks: Sequence[str], world_size: in
             f"num_chunks={chunks} needs a pipeline, and {world_size} processes with {len(blocks)} blocks make none. "
             "Set num_chunks=1, or start more processes."
         )
-    return layout
+    return replace(layout, replicate=layout.data) if masters and options["zero_stage"] == 0 else layout
 
 
 @dataclass(frozen=True)

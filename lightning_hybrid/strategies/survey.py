@@ -40,6 +40,7 @@ class Ground:
         assignments: The tensor plan; empty on a tensor axis of one rank.
         seed: Base of all seeds, the same on every rank.
         initialiser: Makes what is on the meta device; None where nothing is.
+        param_dtype: 16-bit type in which steps see float32 parameters; None where they see them as they are.
     """
 
     mesh: Mesh
@@ -49,6 +50,7 @@ class Ground:
     assignments: list[Assignment]
     seed: int
     initialiser: Initialiser | None = None
+    param_dtype: torch.dtype | None = None
 
 
 def survey(
@@ -58,6 +60,7 @@ def survey(
     timeout: timedelta | None,
     *,
     seed: int | None = None,
+    param_dtype: torch.dtype | None = None,
 ) -> Ground:
     """Choose the layout and make its groups; every rank must call it with an equal module.
 
@@ -67,6 +70,7 @@ def survey(
         device: Where this rank computes.
         timeout: Of collectives.
         seed: Base of all seeds of a run that goes on; None for a new run.
+        param_dtype: 16-bit type in which steps see float32 parameters; None where they see them as they are.
 
     Raises:
         ValueError: If the model does not fit the keywords.
@@ -74,7 +78,7 @@ def survey(
     _check_untouched(module)
     lists = [block_names(module, [name]) for name in find_block_lists(module, options["pipeline_layers"])]
     blocks = [block for of_list in lists for block in of_list]
-    layout = choose_layout(options, blocks, dist.get_world_size())
+    layout = choose_layout(options, blocks, dist.get_world_size(), masters=param_dtype is not None)
     if layout.world_size > 1:
         check_compiled(module, blocks, pipeline=layout.pipeline, tensor=layout.tensor)
     _log_layout(layout, options)
@@ -90,7 +94,7 @@ def survey(
     mesh = Mesh(layout, device=device, timeout=timeout)
     agreed = _agree_on_seed(mesh)
     seed = agreed if seed is None else seed
-    return Ground(mesh, blocks, sizes, runs(lists, sizes), assignments, seed, initialiser)
+    return Ground(mesh, blocks, sizes, runs(lists, sizes), assignments, seed, initialiser, param_dtype)
 
 
 def _spread(module: LightningModule, options: dict[str, Any], blocks: list[str], layout: Layout) -> list[int]:

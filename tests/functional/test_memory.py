@@ -50,3 +50,7 @@ def test_names_are_cut_between_their_parts():
 
 def test_zero_stages_of_one_rank_keep_what_is_whole_and_a_share_of_the_rest():
     assert [zero_state_bytes(stage, 4) for stage in range(4)] == [16, 10, 7, 4]
+
+
+def test_masters_add_copies_of_two_bytes_to_what_stands_for_whole_parameters():
+    assert [zero_state_bytes(stage, 4, masters=True) for stage in range(4)] == [18, 9, 6, 4]

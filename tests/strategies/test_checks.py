@@ -1,21 +1,17 @@
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch.optim import LBFGS, Adafactor, AdamW, Muon
 
 from lightning_hybrid.parallel.mesh import Layout
 from lightning_hybrid.parallel.tensor.assignment import STYLES
 from lightning_hybrid.strategies.checks import (
-    PRECISIONS,
     SCHEDULES,
     check_keywords,
     check_module,
     check_optimizers,
-    check_precision,
     check_steps,
 )
 
@@ -168,23 +164,6 @@ def test_optimizers_that_repeat_the_step_are_refused_by_name():
         check_optimizers([Mine([weight])], Usual(), Layout(2, 1), OPTIONS)
     with pytest.raises(ValueError, match=r"Adafactor cannot work on sharded parameters\. Set zero_stage=0"):
         check_optimizers([Adafactor([weight])], Usual(), Layout(2, 2), SHARDED)
-
-
-@pytest.mark.parametrize(
-    "plugin",
-    [Precision, DoublePrecision, lambda: MixedPrecision("bf16-mixed", "cpu"), lambda: HalfPrecision("bf16-true")],
-)
-def test_precisions_without_a_loss_scale_pass(plugin):
-    check_precision(plugin())
-    assert plugin().precision in PRECISIONS
-
-
-@pytest.mark.parametrize("precision", ["16-mixed", "16-true", "transformer-engine"])
-def test_other_precisions_are_refused_with_those_that_work(precision):
-    with pytest.raises(
-        ValueError, match=rf"precision='{precision}' does not work.*32-true, bf16-true, bf16-mixed, 64-true"
-    ):
-        check_precision(SimpleNamespace(precision=precision))
 
 
 @pytest.mark.parametrize("name", ["training_step", "validation_step", "test_step", "predict_step"])
