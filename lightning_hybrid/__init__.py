@@ -8,7 +8,7 @@ from functools import partial
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_hybrid.parallel.auxiliary import add_auxiliary_loss
-from lightning_hybrid.precision import MasterWeights
+from lightning_hybrid.precision import FP16MasterWeights, MasterWeights
 from lightning_hybrid.strategies import precisions
 from lightning_hybrid.strategies.costs import measure_costs
 from lightning_hybrid.strategies.deepspeed import HybridDeepSpeedStrategy
@@ -17,7 +17,11 @@ from lightning_hybrid.strategies.launching import REFUSED, refuse_launcher
 
 __all__ = ["HybridDeepSpeedStrategy", "HybridPTDPStrategy", "add_auxiliary_loss", "measure_costs"]
 
-precisions.replacements["bf16-true"] = lambda plugin: MasterWeights()
+precisions.replacements |= {
+    "bf16-true": lambda plugin: MasterWeights(),
+    "16-true": lambda plugin: FP16MasterWeights(),
+    "16-mixed": lambda plugin: FP16MasterWeights.of_scaler(plugin.scaler),
+}
 StrategyRegistry.register(
     HybridPTDPStrategy.strategy_name,
     HybridPTDPStrategy,

@@ -23,9 +23,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.plugins import Precision
     from lightning.pytorch.strategies import Strategy
     from torch.distributed.tensor import DTensor
+    from torch.optim import Optimizer
     from torchmetrics import Metric
 
 
@@ -67,6 +69,21 @@ def sync_batchnorm(strategy: Strategy) -> bool:
 def is_accumulating(trainer: Trainer) -> bool:
     """Whether the running batch is not the last of its accumulation window; Lightning asks this and tells nobody."""
     return bool(trainer.fit_loop._should_accumulate())
+
+
+def forget_step(trainer: Trainer) -> None:
+    """Take back the step that Lightning is about to count, inside its `optimizer_step`: it was skipped.
+
+    Lightning counts calls, whether or not a scaler has applied them; nothing public keeps it from that.
+    """
+    progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+    for count in (progress.total, progress.current):
+        count.completed -= 1
+
+
+def before_step(precision: Precision, module: LightningModule, optimizer: Optimizer) -> None:
+    """Call the hooks before a step of the optimizer, and clip; Lightning's plugins share that by a private method."""
+    precision._after_closure(module, optimizer)
 
 
 def cached_value(metric: Metric) -> Any:
@@ -201,6 +218,15 @@ def in_backward() -> bool:
 def has_kernel(operation: str, key: str) -> bool:
     """Whether a dispatch key of an operation such as "aten::softmax.int" is taken; no public function tells."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operation, key))
+
+
+def unscale(gradients: list[Tensor], found: Tensor, inverse: Tensor) -> None:
+    """Multiply gradients by `inverse` in place, and set `found` to 1 if any was not finite.
+
+    All are on one device; `found` and `inverse` are float32. In one pass, as torch's own `GradScaler` does; there is no
+    public function.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
 
 
 def before_backend(operation: Any, watch: Callable[[tuple[Any, ...]], object]) -> Callable[..., Any]:

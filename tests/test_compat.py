@@ -351,3 +351,39 @@ def waiting():
 
 def test_gradients_wait_in_the_type_of_their_sum():
     assert run_ranks(2, waiting) == [(torch.float32, [[4.0, 4.0]] * 3)] * 2
+
+
+def test_gradients_are_unscaled_where_they_are_and_what_is_not_finite_is_found():
+    for dtype in (torch.float32, torch.float64):
+        for wrong in (1.0, float("inf"), float("nan")):
+            gradients = [torch.tensor([4.0, 8.0], dtype=dtype), torch.tensor([wrong], dtype=dtype)]
+            found = torch.zeros(1)
+            compat.unscale(gradients, found, torch.tensor([0.25]))
+            assert gradients[0].tolist() == [1.0, 2.0]
+            assert found.item() == (wrong != 1.0)
+
+
+class Skipping(Small):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        if batch_idx == 1:
+            compat.forget_step(self.trainer)
+
+
+def test_a_step_that_is_forgotten_is_not_counted():
+    assert fit(Skipping(), loader(12, 4)).global_step == 2
+
+
+class Hooked(Small):
+    def on_before_optimizer_step(self, optimizer):
+        self.seen = optimizer
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 0:
+            compat.before_step(self.trainer.precision_plugin, self, "an optimizer")
+            assert self.seen == "an optimizer"
+        return super().training_step(batch, batch_idx)
+
+
+def test_hooks_before_a_step_can_be_called():
+    assert fit(Hooked(), loader(8, 4)).global_step == 2

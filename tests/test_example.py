@@ -126,6 +126,28 @@ def test_no_process_holds_more_than_its_share_of_the_model_on_the_meta_device():
         assert loss < 7.9
 
 
+def fp16(folder):
+    """Runs the configuration for a few steps of a smaller model."""
+    sys.argv[1:] = []  # Lightning warns of arguments given twice
+    small = {"width": 32, "depth": 2, "context": 16}
+    sizes = [f"--model.init_args.{name}={number}" for name, number in small.items()]
+    data = ["--data.init_args.context=16", "--data.init_args.validation_pieces=16"]
+    steps = {"max_steps": 6, "val_check_interval": 6, "log_every_n_steps": 1, "enable_progress_bar": "false"}
+    trainer = [f"--trainer.{name}={value}" for name, value in steps.items()]
+    logger = ["--trainer.logger=lightning.pytorch.loggers.CSVLogger", f"--trainer.logger.save_dir={folder}"]
+    config = Path(__file__).parents[1] / "examples/gpt_fp16.yaml"
+    main(["fit", "--config", str(config), *sizes, *data, *trainer, *logger])
+
+
+def test_float16_over_four_processes_learns(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["lightning-hybrid"])
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of what LightningCLI calls
+    run_trainers(4, fp16, tmp_path, timeout=240)
+    with open(tmp_path / "lightning_logs/version_0/metrics.csv") as file:
+        logged = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+    assert logged[-1]["val/bits_per_byte"] < logged[0]["train/bits_per_byte"] < 8.5
+
+
 def llama_3d(folder, *options):
     """Runs the configuration for three steps of a smaller model."""
     sys.argv[1:] = []  # Lightning warns of arguments given twice

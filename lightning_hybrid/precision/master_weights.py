@@ -25,17 +25,36 @@ class MasterWeights(Precision):
     Attributes:
         compute_dtype: Type of the copies, and of matrix products.
         loss_scale: What losses are multiplied by; 1.
+        is_skipped: Whether the last step was skipped; never.
 
     Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.1.
     """
 
     precision: Literal["bf16-true", "16-true"] = "bf16-true"
     compute_dtype = torch.bfloat16
-    loss_scale = 1.0
+    is_skipped = False
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
         self._reductions: tuple[Any, Any] | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """What makes the 16-bit copies; there is one between `bind` and `teardown`."""
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def loss_scale(self) -> float:
+        """bfloat16 has float32's range."""
+        return 1.0
+
+    def unit_of(self, batch: Any) -> float:
+        """Loss weights cannot overflow."""
+        return 1.0
+
+    def heed_weight(self, weight: float) -> None:
+        """Nothing depends on it."""
 
     def bind(self, engine: Engine) -> None:
         """Work with a strategy of this package, until `teardown`.
@@ -88,7 +107,6 @@ class MasterWeights(Precision):
     @override
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        assert self._engine is not None
         # without its cache: the copies are 16 bits already, and a cached one would outlive its parameter
-        with torch.autocast(self._engine.mesh.device.type, dtype=self.compute_dtype, cache_enabled=False):
+        with torch.autocast(self.engine.mesh.device.type, dtype=self.compute_dtype, cache_enabled=False):
             yield

@@ -32,6 +32,7 @@ from lightning_hybrid.strategies.clipping import Clipping
 from lightning_hybrid.strategies.hooks import SharedHooks
 from lightning_hybrid.strategies.metric_objects import MetricObjects, compute_metrics_together
 from lightning_hybrid.strategies.optimizers import ParameterGroups
+from lightning_hybrid.strategies.precisions import Masters, SkippedSteps
 from lightning_hybrid.strategies.resuming import add_state, optimizer_names
 from lightning_hybrid.strategies.steps import StepRunner
 from lightning_hybrid.strategies.survey import Ground
@@ -61,6 +62,7 @@ class Assembly:
     groups: ParameterGroups | None
     is_plain: bool
     clipping: Clipping | None = None
+    _skipped: SkippedSteps | None = None
 
     def settle(self) -> None:
         """After the first training probe: keep what this rank needs, shard it, and tell the optimizers."""
@@ -132,12 +134,16 @@ class Assembly:
             self.hooks.install()
             compute_metrics_together(trainer)
         self.clipping = Clipping(self.engine, precision, self.hooks.norm_watch)
+        if isinstance(precision, Masters):
+            self._skipped = SkippedSteps(self.module, precision)
 
     def remove(self) -> None:
         """Give everything back."""
         self.hooks.remove()
         if self.clipping is not None:
             self.clipping.remove()
+        if self._skipped is not None:
+            self._skipped.remove()
 
 
 def assemble(

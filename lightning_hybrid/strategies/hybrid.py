@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -21,7 +20,7 @@ from lightning_hybrid.strategies import checks
 from lightning_hybrid.strategies.assembly import assemble
 from lightning_hybrid.strategies.evaluation import next_epoch
 from lightning_hybrid.strategies.optimizers import ParameterGroups
-from lightning_hybrid.strategies.precisions import Masters, check_masters, check_precision, ours
+from lightning_hybrid.strategies.precisions import Masters, check_masters, check_precision
 from lightning_hybrid.strategies.processes import DEFAULT_TIMEOUT
 from lightning_hybrid.strategies.states import StatefulStrategy
 from lightning_hybrid.strategies.summary import SummaryBeforeCut
@@ -97,17 +96,6 @@ class HybridPTDPStrategy(StatefulStrategy):
         self.record_timeline = False
 
     @property
-    @override
-    def precision_plugin(self) -> Precision:
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        """Take this package's plugin in the place of Lightning's for 16 bits."""
-        chosen = None if precision_plugin is None else ours(precision_plugin)
-        StatefulStrategy.precision_plugin.fset(self, chosen)  # type: ignore[attr-defined]
-
-    @property
     def is_distributed(self) -> bool:
         """Whether replicas see different data: Lightning then gives each its share, and else leaves samplers alone."""
         return self.world_size > 1 if self._ground is None else self._ground.mesh.layout.data > 1
@@ -117,12 +105,10 @@ class HybridPTDPStrategy(StatefulStrategy):
         module = trainer.lightning_module
         trainer.accelerator.setup(trainer)
         check_precision(self.precision_plugin)
-        dtype = self.precision_plugin.compute_dtype if isinstance(self.precision_plugin, Masters) else None
         present = self._assembly if self._assembly is not None and self._assembly.module is module else None
         if present is None:
-            self._ground = survey(
-                module, self.options, self.root_device, self.timeout, seed=self.resuming.seed, param_dtype=dtype
-            )
+            seed, dtype = self.resuming.seed, self.compute_dtype
+            self._ground = survey(module, self.options, self.root_device, self.timeout, seed=seed, param_dtype=dtype)
         elif self.is_fitting:
             present.reseed(self.resuming.seed)
         self.model, groups = self.precision_plugin.convert_module(module), None
@@ -146,7 +132,7 @@ class HybridPTDPStrategy(StatefulStrategy):
         """One process and one micro-batch: Lightning's own path serves."""
         alone = self.world_size == 1 and self.options["num_microbatches"] in ("auto", 1)
         on_host = self.options["cpu_offload"] or self.options["accumulate_on_cpu"]
-        return alone and not on_host and not isinstance(self.precision_plugin, Masters)
+        return alone and not on_host and self.compute_dtype is None
 
     def _group_parameters(self, trainer: Trainer, module: LightningModule) -> ParameterGroups:
         """Make the optimizers over the whole module, and note which parameters they have."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,31 +57,63 @@ class Window:
         self.weight += weight if num_weighted else 0.0
 
 
+@dataclass(frozen=True)
+class Turn:
+    """A batch's place in its accumulation window, and how its losses are scaled.
+
+    Attributes:
+        accumulate: `accumulate_grad_batches`.
+        first: The batch starts a window.
+        last: The batch ends it.
+        loss_scale: What losses are multiplied by before they are differentiated.
+        weight_unit: Power of two that loss weights are divided by meanwhile.
+    """
+
+    accumulate: int = 1
+    first: bool = True
+    last: bool = True
+    loss_scale: float = 1.0
+    weight_unit: float = 1.0
+
+    def weigh(self, weight: float) -> float:
+        """What a loss of a given weight is multiplied by."""
+        return weight / self.weight_unit * self.loss_scale
+
+
 class Shares:
     """Each micro-batch's share of the samples of a batch over all replicas, by Lightning's rule for accumulation.
 
     Args:
         mesh: Groups of this rank; all replicas make one together.
         sizes: Samples of this replica's micro-batches.
-        accumulate: `accumulate_grad_batches`.
+        turn: The batch's place in its accumulation window.
 
     Attributes:
         sizes: As given.
     """
 
-    def __init__(self, mesh: Mesh, sizes: Sequence[int], accumulate: int) -> None:
-        self.sizes, self._accumulate, self._total = sizes, accumulate, float(sum(sizes))
+    def __init__(self, mesh: Mesh, sizes: Sequence[int], turn: Turn) -> None:
+        self.sizes, self._turn, self._total = sizes, turn, float(sum(sizes))
         self._work: Any = None
         if mesh.layout.data > 1:  # the sum travels while the first micro-batches compute
             self._sum = torch.tensor(sum(sizes), device=mesh.device)
             self._work = dist.all_reduce(self._sum, group=mesh.data_group, async_op=True)
 
     def __call__(self, micro_batch: int) -> float:
-        """The share of one micro-batch."""
+        """The share of one micro-batch, times the loss scale."""
         if self._work is not None:
             self._work.wait()
             self._work, self._total = None, float(self._sum)
-        return self.sizes[micro_batch] / self._total / self._accumulate
+        return self.sizes[micro_batch] / self._total / self._turn.accumulate * self._turn.loss_scale
+
+
+def warn_of_dropped(name: str, value: object) -> None:
+    """Say that a step's output goes no further."""
+    warnings.warn(
+        f"The step returns {name or 'a value'} of type {type(value).__name__}, which is not a floating-point scalar: "
+        "it is not passed on to hooks, because each rank has only a part of it.",
+        stacklevel=4,
+    )
 
 
 def refuse_all_gather(*args: Any, **kwargs: Any) -> NoReturn:
@@ -122,6 +155,7 @@ def check_loss(output: Any) -> Tensor:
 
 
 def loss_of(output: Any) -> tuple[Tensor, float | None]:
-    """(loss, its weight or None) of what `training_step` returned."""
+    """(loss, its weight or None) of what `training_step` returned; a loss of 16 bits could not hold a scaled seed."""
     weight = output.get("loss_weight") if isinstance(output, Mapping) else None
-    return check_loss(output).reshape(()), None if weight is None else float(weight)
+    loss = check_loss(output).reshape(())
+    return loss.float() if loss.dtype.itemsize == 2 else loss, None if weight is None else float(weight)

@@ -22,14 +22,24 @@ class Masters(Protocol):
 
     Attributes:
         compute_dtype: Type of the copies that modules show in a step.
-        loss_scale: What losses are multiplied by before they are differentiated.
+        is_skipped: The last step was skipped, because gradients overflowed.
     """
 
     compute_dtype: torch.dtype
-    loss_scale: float
+    is_skipped: bool
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by before they are differentiated."""
 
     def bind(self, engine: Engine) -> None:
         """Work with an engine."""
+
+    def unit_of(self, batch: Any) -> float:
+        """Power of two by which loss weights are divided; all ranks call it together."""
+
+    def heed_weight(self, weight: float) -> None:
+        """Learn the sum of the loss weights of a window, 0 where the step returns none."""
 
 
 replacements: dict[str, Callable[[Any], Precision]] = {}
@@ -78,3 +88,22 @@ def check_masters(precision: Precision, module: LightningModule, optimizers: Seq
             f"torch.optim.Adafactor cannot work on the sharded masters of precision={precision.precision!r}. Choose "
             "another optimizer, or precision='bf16-mixed' with zero_stage=0."
         )
+
+
+class SkippedSteps:
+    """While a step is skipped, schedulers that count steps wait: the learning rate is that of the steps applied."""
+
+    def __init__(self, module: LightningModule, precision: Masters) -> None:
+        self._module, self._precision = module, precision
+        self._step = module.lr_scheduler_step
+        vars(module)["lr_scheduler_step"] = self._step_unless_skipped
+
+    def remove(self) -> None:
+        """Give the module its own hook back."""
+        vars(self._module).pop("lr_scheduler_step", None)
+
+    def _step_unless_skipped(self, scheduler: Any, metric: Any) -> None:
+        configs = self._module.trainer.strategy.lr_scheduler_configs
+        each_step = any(config.scheduler is scheduler and config.interval == "step" for config in configs)
+        if not (each_step and self._precision.is_skipped):
+            self._step(scheduler, metric)

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -14,6 +15,7 @@ from typing_extensions import override
 from lightning_hybrid.parallel.materialising import initialise_whole
 from lightning_hybrid.strategies.assembly import Assembly
 from lightning_hybrid.strategies.evaluation import Evaluation
+from lightning_hybrid.strategies.precisions import Masters, ours
 from lightning_hybrid.strategies.processes import ProcessStrategy
 from lightning_hybrid.strategies.resuming import Resuming
 from lightning_hybrid.strategies.survey import Ground
@@ -36,6 +38,23 @@ class StatefulStrategy(ProcessStrategy):
         self._ground: Ground | None = None
         self._assembly: Assembly | None = None
         self.evaluation, self.resuming = Evaluation(), Resuming()
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        """Take this package's plugin in the place of Lightning's for 16 bits."""
+        chosen = None if precision_plugin is None else ours(precision_plugin)
+        ProcessStrategy.precision_plugin.fset(self, chosen)  # type: ignore[attr-defined]
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """16-bit type in which steps see float32 masters; None where they see parameters as they are."""
+        precision = self.precision_plugin
+        return precision.compute_dtype if isinstance(precision, Masters) else None
 
     @property
     def ground(self) -> Ground:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -20,7 +19,17 @@ from lightning_hybrid.parallel.gradients import divide_gradients
 from lightning_hybrid.parallel.microbatch import batch_size, check_even, check_visible, split_batch, structure_key
 from lightning_hybrid.parallel.tensor.parallel import whole_tree
 from lightning_hybrid.strategies.loaders import check_same_batch
-from lightning_hybrid.strategies.losses import LOSS, Counts, Shares, Window, check_loss, loss_of, refusing_all_gather
+from lightning_hybrid.strategies.losses import (
+    LOSS,
+    Counts,
+    Shares,
+    Turn,
+    Window,
+    check_loss,
+    loss_of,
+    refusing_all_gather,
+    warn_of_dropped,
+)
 from lightning_hybrid.strategies.metric_objects import MetricObjects
 from lightning_hybrid.strategies.predictions import gather_predictions, share_of
 from lightning_hybrid.strategies.records import Exchange, Key, Recorder, outputs, replay
@@ -44,6 +53,7 @@ class StepRunner:
         schedule: Name of the schedule, for the number of micro-batches.
         num_chunks: Stages of each rank.
         num_microbatches: Wanted number, or "auto".
+        window: Loss weights of the accumulation window.
     """
 
     module: LightningModule
@@ -52,9 +62,9 @@ class StepRunner:
     schedule: str
     num_chunks: int
     num_microbatches: int | str
+    window: Window = field(default_factory=Window)
     _exchanges: dict[str, Exchange] = field(default_factory=dict)
     _checked: dict[str, int] = field(default_factory=dict)
-    _window: Window = field(default_factory=Window)
     _rechecks: int = 0
     _dropped: set[str] = field(default_factory=set)
     _whole: dict[str, Any] | None = None  # what the step returned besides scalars, where one step sees the whole batch
@@ -63,11 +73,9 @@ class StepRunner:
         self,
         args: Sequence[Any],
         context: Context,
+        turn: Turn,
         *,
         name: tuple[object, ...],
-        accumulate: int,
-        first: bool,
-        last: bool,
         on_planned: Callable[[], None],
     ) -> Tensor | dict[str, Any]:
         """One training batch, forward and backward.
@@ -75,10 +83,8 @@ class StepRunner:
         Args:
             args: Of `training_step`; the first is the batch.
             context: Entered around each call of the user's step.
+            turn: The batch's place in its accumulation window.
             name: What random numbers are derived from.
-            accumulate: `accumulate_grad_batches`.
-            first: The batch starts an accumulation window.
-            last: The batch ends it.
             on_planned: Called between the probes and the schedule.
 
         Returns:
@@ -86,7 +92,7 @@ class StepRunner:
         """
         parts, sizes = self._split(args[0], "training_step")
         recorder, counts = self._recorder(), Counts()
-        share = Shares(self.engine.mesh, sizes, accumulate)
+        share = Shares(self.engine.mesh, sizes, turn)
         step = self._step("training_step", parts, sizes, args, context, recorder, name)
         self.engine.watch(lambda: self._step("training_step", parts, sizes, args, context, self._recorder(), name))
         plans = self.engine.prepare(step, training=True)
@@ -95,25 +101,23 @@ class StepRunner:
         self.engine.train(
             step,
             plans,
-            seed=partial(self._seed, counts, recorder, sizes, share),
+            seed=partial(self._seed, counts, recorder, share, turn),
             weight=(lambda _: None) if weighted else share,
-            reduce=last,
+            reduce=turn.last,
         )
         trainer, signals = self.module.trainer, signals_of(self.module.trainer)
         own = self.engine.mesh.tensor_rank == 0  # others run the same micro-batches
         # the step may ask to stop, on any stage
         sums = [counts.weighted * own, counts.plain * own, *signals.wishes(trainer)]
         combined, totals = self._exchange("training_step").combine(recorder.entries, sums)
-        weight = next(
-            (weight for key, (_, weight) in combined.items() if key.kind == "output" and key.name == LOSS), 0.0
-        )
+        weight = next((w for key, (_, w) in combined.items() if (key.kind, key.name) == ("output", LOSS)), 0.0)
         num_weighted, num_plain, *wishes = totals
         signals.grant(trainer, wishes)
-        self._window.add(num_weighted, num_plain, weight, first=first)
-        if last and num_weighted:
-            divide_gradients(self.engine.local_parameters(), self._window.weight)
+        self.window.add(num_weighted, num_plain, weight, first=turn.first)
+        if turn.last and num_weighted:
+            divide_gradients(self.engine.local_parameters(), self.window.weight / turn.weight_unit)
         values: dict[str, Any] = outputs(combined)
-        if last and self._rechecks < MAX_RECHECKS and LOSS in values and bool(values[LOSS].isnan()):
+        if turn.last and self._rechecks < MAX_RECHECKS and LOSS in values and bool(values[LOSS].isnan()):
             self._rechecks += 1
             self.engine.recheck(step, training=True)
         self._replay(combined, on_step=True)
@@ -263,23 +267,17 @@ class StepRunner:
         replay(self.module, combined)
 
     def _seed(
-        self,
-        counts: Counts,
-        recorder: Recorder,
-        sizes: list[int],
-        share: Callable[[int], float],
-        micro_batch: int,
-        output: Any,
+        self, counts: Counts, recorder: Recorder, share: Shares, turn: Turn, micro_batch: int, output: Any
     ) -> tuple[Tensor, float]:
         loss, weight = loss_of(output)
         counts.weighted += weight is not None
         counts.plain += weight is None
         key = Key("output", LOSS, dtype=loss.dtype)
-        recorder.add(key, loss.detach(), float(sizes[micro_batch]) if weight is None else weight)
+        recorder.add(key, loss.detach(), float(share.sizes[micro_batch]) if weight is None else weight)
         if isinstance(output, Mapping):
             rest = {name: value for name, value in output.items() if name not in (LOSS, "loss_weight")}
-            self._record_outputs(recorder, rest, sizes[micro_batch])
-        return loss, share(micro_batch) if weight is None else weight
+            self._record_outputs(recorder, rest, share.sizes[micro_batch])
+        return loss, share(micro_batch) if weight is None else turn.weigh(weight)
 
     def _record_outputs(self, recorder: Recorder, output: Any, samples: int) -> None:
         entries = output if isinstance(output, Mapping) else {"": output}
@@ -293,8 +291,4 @@ class StepRunner:
                 self._dropped.add(str(name))
                 mesh = self.engine.mesh
                 if mesh.data_rank == mesh.tensor_rank == 0:  # only the last stage knows, which is never global rank 0
-                    warnings.warn(
-                        f"The step returns {name or 'a value'} of type {type(value).__name__}, which is not a "
-                        "floating-point scalar: it is not passed on to hooks, because each rank has only a part of it.",
-                        stacklevel=2,
-                    )
+                    warn_of_dropped(str(name), value)

@@ -14,7 +14,8 @@ from lightning_hybrid.parallel.gradients import average_gradients, install_gradi
 from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.microbatch import batch_size
 from lightning_hybrid.strategies.assembly import Assembly
-from lightning_hybrid.strategies.losses import Shares
+from lightning_hybrid.strategies.losses import Shares, Turn
+from lightning_hybrid.strategies.precisions import Masters
 
 
 class Training:
@@ -42,9 +43,8 @@ class Training:
             What `training_step` returned, combined over micro-batches and replicas.
         """
         trainer, engine = assembly.module.trainer, assembly.engine
-        accumulate = trainer.accumulate_grad_batches
-        first = trainer.fit_loop.batch_idx % accumulate == 0  # when Lightning zeroes gradients too
-        if first:
+        turn = self._turn(assembly, precision, args[0])
+        if turn.first:
             engine.forget_gradients()  # of a window that was never applied
         if trainer.fit_loop.batch_idx == 0 and engine.planner is not None:
             engine.planner.heed_frozen()
@@ -53,19 +53,29 @@ class Training:
         output = assembly.runner.train(
             args,
             precision.train_step_context,
+            turn,
             name=(trainer.current_epoch, trainer.fit_loop.batch_idx),
-            accumulate=accumulate,
-            first=first,
-            last=not is_accumulating(trainer),
             on_planned=assembly.settle,
         )
         self.taken = take_gradients(engine.local_parameters())
+        if turn.last and isinstance(precision, Masters):
+            precision.heed_weight(assembly.runner.window.weight)
         return output
+
+    @staticmethod
+    def _turn(assembly: Assembly, precision: Precision, batch: Any) -> Turn:
+        trainer = assembly.module.trainer
+        accumulate = trainer.accumulate_grad_batches
+        first = trainer.fit_loop.batch_idx % accumulate == 0  # when Lightning zeroes gradients too
+        scale, unit = 1.0, 1.0
+        if isinstance(precision, Masters):
+            scale, unit = precision.loss_scale, precision.unit_of(batch)
+        return Turn(accumulate, first, not is_accumulating(trainer), scale, unit)
 
     def step_by_hand(self, assembly: Assembly, precision: Precision, args: Sequence[Any]) -> Any:
         """Run one batch of a module that optimizes manually."""
         trainer, mesh = assembly.module.trainer, assembly.engine.mesh
-        self._shares = Shares(mesh, [batch_size(args[0])], 1)
+        self._shares = Shares(mesh, [batch_size(args[0])], Turn())
         name = (trainer.current_epoch, trainer.fit_loop.batch_idx)
         return assembly.runner.train_by_hand(args, precision.train_step_context, self._shares, name=name)
 

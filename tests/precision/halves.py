@@ -5,9 +5,16 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_hybrid.precision import FP16MasterWeights
 from tests.small import WIDTH, Block, Small, fit, hybrid, loader, weights
 
 BATCHES, BATCH = 4, 8
+MODERATE = 2.0**10  # a loss scale with which these models do not overflow
+
+
+def precise(name):
+    """Options of a Trainer for a precision; whether a step overflows may depend on the layout, so that none shall."""
+    return {"plugins": [FP16MasterWeights(init_scale=MODERATE)]} if name == "16-true" else {"precision": name}
 
 
 class Normed(Block):

@@ -9,13 +9,13 @@ from lightning_hybrid.callbacks import CommunicationLedger
 from lightning_hybrid.functional.memory import zero_state_bytes
 from lightning_hybrid.parallel.gradients import local
 from tests.launch import run_trainers
-from tests.precision.halves import BATCH, BATCHES, Half, trained
+from tests.precision.halves import BATCH, BATCHES, Half, precise, trained
 from tests.small import WIDTH, fit, hybrid, loader, trainer_of, weights
 from tests.spoken import Spoken, texts
 
-PRECISIONS = {"bf16-true": torch.bfloat16}
-# of 8 significant bits; a sum of two rounded parts is off by one unit in the last place or so, once a layer
-BOUND = {"bf16-true": 4 * 2.0**-8}
+PRECISIONS = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
+# of 8 and 11 significant bits; a sum of two rounded parts is off by one unit in the last place or so, once a layer
+BOUND = {"bf16-true": 4 * 2.0**-8, "16-true": 4 * 2.0**-11}
 LAYOUTS = {  # by number of ranks: pipeline, data, micro-batches, accumulation; each in the stages that there can be
     1: [(1, 1, 2, 1), (1, 1, 1, 2)],
     2: [(1, 2, 1, 1), (1, 2, 2, 2), (2, 1, 2, 1)],
@@ -29,7 +29,7 @@ def cases(size):
 
 def in_layouts(size, precision):
     return [
-        trained(Half, d, accumulate=a, precision=precision, hybrid={"pipeline": p, "microbatches": m, "zero_stage": z})
+        trained(Half, d, accumulate=a, hybrid={"pipeline": p, "microbatches": m, "zero_stage": z}, **precise(precision))
         for p, d, m, a, z in cases(size)
     ]
 
@@ -50,7 +50,7 @@ def test_layouts_give_the_same_losses_and_replicas_the_same_bits(precision):
 
 def in_one_process(precision):
     alone = {"pipeline": 1, "microbatches": 1}
-    return {a: trained(Half, precision=precision, accumulate=a, hybrid=alone) for a in (1, 2)}
+    return {a: trained(Half, accumulate=a, hybrid=alone, **precise(precision)) for a in (1, 2)}
 
 
 def assert_same_bits(ranks):
@@ -88,7 +88,7 @@ def types_of(precision, stages):
     for stage in stages:
         seen, ledger = Types(), CommunicationLedger()
         train, val = loader(BATCHES * BATCH, BATCH, 2), loader(BATCH, BATCH, 2)
-        options = {"val": val, "precision": precision, "callbacks": [seen, ledger]}
+        options = {"val": val, "callbacks": [seen, ledger], **precise(precision)}
         fit(Validated(), train, hybrid(1, zero_stage=stage), **options)
         rows = {(row.collective, row.dtype) for row in ledger.last if row.axis == "data"}
         found.append((seen.inside, seen.outside, {row for row in rows if "int" not in row[1]}))
@@ -129,7 +129,7 @@ class Plain(Half):
 
 def payloads_of_plain(precision):
     ledger = CommunicationLedger()
-    fit(Plain(), loader(2 * BATCH, BATCH), hybrid(2), precision=precision, callbacks=[ledger])
+    fit(Plain(), loader(2 * BATCH, BATCH), hybrid(2), callbacks=[ledger], **precise(precision))
     return {
         row.dtype for row in ledger.last if row.axis == "pipeline" and row.phase != "step" and "int" not in row.dtype
     }
@@ -147,7 +147,7 @@ def evaluated(precision, layouts):
     for pipeline, stage in layouts:
         module, val = Validated(), loader(2 * BATCH, BATCH)
         module.rate = 0.0
-        options = {"precision": precision, "num_sanity_val_steps": 0}
+        options = {"num_sanity_val_steps": 0, **precise(precision)}
         trainer = trainer_of(hybrid(pipeline, zero_stage=stage), **options)
         before = trainer.validate(module, val, verbose=False)[0]["val"]
         trainer.fit(module, loader(BATCH, BATCH), val)
@@ -214,7 +214,7 @@ def kept(precision, size):
     found = []
     for stage in range(4):
         seen = Kept()
-        options = {"precision": precision, "callbacks": [seen]}
+        options = {"callbacks": [seen], **precise(precision)}
         fit(Even(), loader(3 * BATCH, BATCH, size), hybrid(1, zero_stage=stage), **options)
         found.append(seen.bytes)
     return found
@@ -238,8 +238,8 @@ def spoken(precision, stages):
         seen = []
         trainer = trainer_of(
             hybrid(1, 1, 2, tensor_parallel_size=2 if stage is not None else 1, zero_stage=stage or 1),
-            precision=precision,
             callbacks=[Metrics(seen)],
+            **precise(precision),
         )
         trainer.fit(Spoken(), texts(16), texts(4, seed=1))
         found.append((seen, weights(trainer)))

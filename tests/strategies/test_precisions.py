@@ -5,7 +5,8 @@ import torch
 from lightning.pytorch.plugins import DoublePrecision, FSDPPrecision, HalfPrecision, MixedPrecision, Precision
 
 from lightning_hybrid import HybridPTDPStrategy
-from lightning_hybrid.precision import MasterWeights
+from lightning_hybrid.functional.loss_scale import ScaleState, next_scale
+from lightning_hybrid.precision import FP16MasterWeights, MasterWeights
 from lightning_hybrid.strategies.precisions import check_precision, ours
 from tests.launch import run_trainers
 from tests.small import Small, fit, hybrid, loader, trainer_of
@@ -20,7 +21,8 @@ class Rounding(HalfPrecision):
 
 
 @pytest.mark.parametrize(
-    "plugin", [Precision, DoublePrecision, Mine, MasterWeights, lambda: MixedPrecision("bf16-mixed", "cpu")]
+    "plugin",
+    [Precision, DoublePrecision, Mine, MasterWeights, FP16MasterWeights, lambda: MixedPrecision("bf16-mixed", "cpu")],
 )
 def test_what_keeps_no_loss_scale_of_its_own_passes(plugin):
     kept = plugin()
@@ -39,7 +41,7 @@ REFUSED = {
 def test_others_are_refused_by_name_with_those_that_work(name):
     plugin = REFUSED[name]()
     with pytest.raises(
-        ValueError, match=rf"{name} with precision='{plugin.precision}' does not work.*32-true, 64-true"
+        ValueError, match=rf"{name} with precision='{plugin.precision}' does not work.*32-true, 64-true, .*16-true"
     ):
         check_precision(plugin)
 
@@ -63,8 +65,9 @@ def test_a_plugin_object_is_refused_on_every_rank():
 
 def refusal_of_strategies(names):
     for strategy in names:
-        with pytest.raises(ValueError, match="MasterWeights works with this package's strategies alone"):
-            fit(Small(), loader(8, 4), strategy, plugins=[MasterWeights()])
+        for plugin in (MasterWeights, FP16MasterWeights):
+            with pytest.raises(ValueError, match=f"{plugin.__name__} works with this package's strategies alone"):
+                fit(Small(), loader(8, 4), strategy, plugins=[plugin()])
     return True
 
 
@@ -99,3 +102,32 @@ def refusals_of_modules():
 
 def test_what_would_train_the_copies_is_refused():
     assert run_trainers(1, refusals_of_modules) == [True]
+
+
+def test_a_scaler_that_was_given_to_lightnings_plugin_keeps_its_numbers():
+    scaler = torch.amp.GradScaler("cpu", init_scale=32.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=7)
+    strategy = HybridPTDPStrategy()
+    strategy.precision_plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    plugin = strategy.precision_plugin
+    assert type(plugin) is FP16MasterWeights
+    assert plugin.loss_scale == 32.0
+    steps = [next_scale(ScaleState(32.0, clean_steps=6), plugin.rule, overflow=overflow) for overflow in (False, True)]
+    assert [state.scale for state in steps] == [128.0, 8.0]
+    strategy.precision_plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", enabled=False))
+    assert strategy.precision_plugin.loss_scale == 1.0
+    assert strategy.precision_plugin.rule is None
+    strategy.precision_plugin = HalfPrecision("16-true")
+    assert strategy.precision_plugin.loss_scale == 2.0**16
+
+
+def named():
+    found = []
+    objects = [{"plugins": [plugin]} for plugin in (HalfPrecision("16-true"), FP16MasterWeights())]
+    for options in ({"precision": "16-true"}, *objects):
+        trainer = trainer_of("hybrid_ptdp", **options)
+        found.append(type(trainer.precision_plugin) is FP16MasterWeights)
+    return found
+
+
+def test_names_and_objects_select_the_same():
+    assert named() == [True] * 3
