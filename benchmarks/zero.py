@@ -102,12 +102,12 @@ class Gathered(Callback):
 
 
 def train(
-    model: GPT, zero_stage: int, batches: list[Tensor], *callbacks: Callback, pipeline: int = 1, masters: bool = False
+    model: GPT, zero_stage: int, batches: list[Tensor], *callbacks: Callback, pipeline: int = 1, **options: Any
 ) -> None:
     """Train on each batch once."""
     strategy = HybridPTDPStrategy(pipeline, num_microbatches=NUM_MICROBATCHES, zero_stage=zero_stage)
-    options = {"devices": NUM_RANKS, "use_distributed_sampler": False, "callbacks": list(callbacks)}
-    fit(model, batches, strategy=strategy, precision="bf16-true" if masters else "32-true", **options)
+    options |= {"devices": NUM_RANKS, "use_distributed_sampler": False, "callbacks": list(callbacks)}
+    fit(model, batches, strategy=strategy, **options)
 
 
 def data_rows(counts: Counts) -> list[Traffic]:
@@ -125,11 +125,12 @@ def memory(case: str, zero_stage: int, masters: bool = False) -> None:
     """Bytes in units of the formula, with the units that are whole meanwhile."""
     model, kept = GPT(width=64, depth=8), Kept()
     size, block, root = sizes_of(model)
-    train(model, zero_stage, BATCHES, kept, masters=masters)
+    train(model, zero_stage, BATCHES, kept, precision="bf16-true" if masters else "32-true")
     # whole besides: a block's gradients, and in stage 3 its parameters, with those of what is beside the blocks
     whole = {0: 0, 1: 0, 2: block + root, 3: 2 * (block + root)}[zero_stage]
+    if masters and zero_stage < 2:
+        whole = size  # gradients of the last micro-batch: this model is smaller than a bucket
     law = zero_state_bytes(zero_stage, NUM_RANKS, masters=masters) * size
-    whole = size if masters and zero_stage < 2 else whole  # a bucket has 16-bit gradients, and the model is one
     expected = law + (2 if masters else 4) * whole
     report(case, kept.bytes / expected, 1.02, bytes_per_parameter=kept.bytes / size, law=law / size)
 
@@ -210,5 +211,7 @@ CASES = {
     **{f"growth_zero{stage}": ranks(growth, zero_stage=stage, pipeline=1) for stage in (1, 3)},
     "growth_pipeline": ranks(growth, zero_stage=1, pipeline=2),
 }
+
+
 if __name__ == "__main__":
     run(__file__, __doc__, CASES)

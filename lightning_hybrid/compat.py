@@ -17,7 +17,7 @@ from torch._dynamo import OptimizedModule as OptimizedModule
 
 # Where torch.vmap takes its arguments.
 from torch._functorch import vmap
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 # The only way to see every operation of a step; torch documents it, but keeps it in a private module.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -135,8 +135,12 @@ def reduce_scatter_flat(part: Tensor, whole: Tensor, group: dist.ProcessGroup | 
     scatter(part, whole, group=group)
 
 
-def sharded_records(module: nn.Module) -> list[Any]:
-    """What `fully_shard` knows of each parameter of one of its modules: it has no public name, nor has its memory."""
+def sharded_records(module: nn.Module | FSDPModule) -> list[Any]:
+    """What `fully_shard` knows of each parameter of one of its modules: it has no public name, nor has its memory.
+
+    Gradients that wait in the type of their sum are there alone, as `unsharded_accumulated_grad`: None, or of the whole
+    parameter's shape.
+    """
     state = fully_shard.state(module)  # type: ignore[attr-defined]
     groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.13; one at most before
     groups = [state._fsdp_param_group] if groups is None else groups

@@ -29,14 +29,14 @@ def zero_state_bytes(zero_stage: int, num_ranks: int, *, masters: bool = False) 
 
     Returns:
         Of parameter, gradient and two moments (4 bytes each), what is whole counts fully, what is sharded by 1/N: 16 in
-        stage 0, 8 + 8/N in stage 1, 4 + 12/N in stage 2 and 16/N in stage 3. With masters, beside which the copies
-        stand: 18, 6 + 12/N, 2 + 16/N and 16/N.
+        stage 0, 8 + 8/N in stage 1, 4 + 12/N in stage 2 and 16/N in stage 3. With masters, which no copy can stand for,
+        18, 6 + 12/N, 2 + 16/N and 16/N.
 
-    Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5, with 4 bytes for everything.
+    Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5, with 4 bytes for everything but the copies.
     """
     plain = {0: (16, 0), 1: (8, 8), 2: (4, 12), 3: (0, 16)}
-    with_masters = {0: (18, 0), 1: (6, 12), 2: (2, 16), 3: (0, 16)}
-    whole, sharded = (with_masters if masters else plain)[zero_stage]
+    with_copies = {0: (18, 0), 1: (6, 12), 2: (2, 16), 3: (0, 16)}
+    whole, sharded = (with_copies if masters else plain)[zero_stage]
     return whole + sharded / num_ranks
 
 

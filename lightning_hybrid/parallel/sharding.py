@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_hybrid.compat import free_early, is_view, own_parameter
-from lightning_hybrid.functional.trees import map_leaves
+from lightning_hybrid.compat import free_early, own_parameter
 from lightning_hybrid.parallel.aliasing import alias_shards
 from lightning_hybrid.parallel.data_parallel import Backwards, maxima
 from lightning_hybrid.parallel.gradients import make_buckets, sum_gradients
@@ -34,27 +33,7 @@ from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.run import Result
 from lightning_hybrid.parallel.units import Unit, loose_parameters
 from lightning_hybrid.parallel.waiting import complete_waiting, drop_waiting, waiting_gradients
-
-
-class _Bucket(nn.Module):
-    """What `fully_shard` takes for a module with some of a model's parameters; nobody calls it."""
-
-    def __init__(self, root: nn.Module) -> None:
-        super().__init__()
-        self.root = root
-
-
-class _Step(nn.Module):
-    """What `fully_shard` takes for the root: its forward returns also where the user's step leaves by an exception."""
-
-    def __init__(self, root: nn.Module, buckets: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.root, self.buckets = root, nn.ModuleList(buckets)
-
-    def forward(self, before: Callable[[], None], function: Callable[[], Result]) -> tuple[list[Tensor], Any]:
-        before()
-        result = function()
-        return result.payload, result.output
+from lightning_hybrid.parallel.wrappers import Bucket, Step, own_memory
 
 
 class Sharded:
@@ -87,7 +66,7 @@ class Sharded:
         offload: bool = False,
         fill: Callable[[], None] | None = None,
     ) -> None:
-        # its advice is heeded by `_own_memory`, where modules reshard after forward
+        # its advice is heeded by `own_memory`, where modules reshard after forward
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self._mesh, self._zero_stage, self._reduce_dtype = mesh, zero_stage, reduce_dtype
         loose = loose_parameters(root, torch.float32 if param_dtype else None)
@@ -103,13 +82,13 @@ class Sharded:
         for unit in units:
             module = root.get_submodule(unit.name)
             if zero_stage == 3:
-                module.register_forward_hook(_own_memory)
+                module.register_forward_hook(own_memory)
             self._units.append((unit, shard(module, ignored_params=set(loose.values()))))
         rest = [p for name, p in root.named_parameters() if not isinstance(p, DTensor) and name not in loose]
         self._buckets = [
-            shard(_Bucket(root), ignored_params=set(root.parameters()) - set(bucket)) for bucket in make_buckets(rest)
+            shard(Bucket(root), ignored_params=set(root.parameters()) - set(bucket)) for bucket in make_buckets(rest)
         ]
-        self._root: Any = shard(_Step(root, self._buckets), ignored_params=set(root.parameters()))
+        self._root: Any = shard(Step(root, self._buckets), ignored_params=set(root.parameters()))
         self.modules = [*(module for _, module in self._units), *self._buckets]
         free_early(self._root)
         self._fills = hasattr(self._root, "set_reduce_scatter_unused_params")
@@ -296,13 +275,3 @@ def _note(present: set[str], name: str, _: Tensor) -> None:
 def _places(root: nn.Module) -> list[tuple[nn.Module, str]]:
     """Where parameters are, listed once: a walk through all modules, twice a step, shows in small models' times."""
     return [(module, name) for module in root.modules() for name, _ in module.named_parameters(recurse=False)]
-
-
-def _own_memory(module: nn.Module, args: Any, output: Any) -> Any:
-    """Outputs that are no views: `fully_shard` loses sight of a view that is written to, and gathers too late."""
-
-    def own(leaf: Any) -> Any:
-        is_seen = isinstance(leaf, Tensor) and leaf.requires_grad and is_view(leaf)
-        return leaf.clone() if is_seen else leaf
-
-    return map_leaves(own, output)
