@@ -8,6 +8,7 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from lightning_hybrid.parallel.gradients import local
 from tests.launch import run_trainers
 from tests.small import LAYOUTS, WIDTH, Small, Watch, assert_same, check_exact, fit, hybrid, loader, samples, weights
 
@@ -30,13 +31,14 @@ class Tied(Small):
 
 
 class Copies(Callback):
-    """This rank's copy of the shared weights after each step; none where neither module is."""
+    """This rank's copy of the shared weights, or its shard of it, after each step; none where neither module is."""
 
     def __init__(self):
         self.seen = []
 
     def on_train_batch_end(self, trainer, pl_module, *args):
-        self.seen.append([p.detach().clone() for name, p in pl_module.named_parameters() if "let.weight" in name])
+        named = pl_module.named_parameters()
+        self.seen.append([local(p.detach()).clone() for name, p in named if "let.weight" in name])
 
 
 def tied(options, data=1):
@@ -47,7 +49,7 @@ def tied(options, data=1):
 
 @pytest.mark.parametrize(
     ("options", "data"),
-    [({}, 1), ({"pipeline": 4}, 1), ({"chunks": 2}, 1), ({"zero_stage": 0}, 2), ({}, 2)],
+    [({}, 1), ({"pipeline": 4}, 1), ({"chunks": 2}, 1), ({"zero_stage": 0}, 2), ({}, 2), ({"zero_stage": 3}, 2)],
     ids=str,
 )
 def test_tied_weights_stay_equal_and_count_once(options, data):
@@ -57,10 +59,11 @@ def test_tied_weights_stay_equal_and_count_once(options, data):
     torch.testing.assert_close(state, expected)
     assert {"inlet.weight", "outlet.weight"} <= set(state)
     Tied().load_state_dict(state, strict=True)
-    if options.get("zero_stage") == 0 or data == 1:  # else each replica has a part
-        for copies in zip(*(seen for seen, _ in outcomes), strict=True):
+    parts = 1 if options.get("zero_stage") == 0 else data  # else each replica has a shard
+    for part in range(parts):
+        for copies in zip(*(seen for seen, _ in outcomes[part::parts]), strict=True):
             held = [copy for of_rank in copies for copy in of_rank]
-            assert len(held) == 2 * data
+            assert len(held) == 2 * data // parts
             assert all(torch.equal(copy, held[0]) for copy in held)
 
 

@@ -103,10 +103,19 @@ NORMS = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 3, "max_epochs": 
 
 
 class Same(Callback):
-    """Replicas hold the same after every step; keeps the largest share of the parameters that was whole at once."""
+    """What a replica has: hashes of all values after each step, and of the parameters that its modules compute with."""
 
     def __init__(self):
-        self.sums = []
+        self.sums, self.used = [], []
+
+    def on_train_start(self, trainer, pl_module):
+        for module in pl_module.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                module.register_forward_pre_hook(self.note)
+
+    def note(self, module, args):
+        whole = [p for p in module.parameters(recurse=False) if not isinstance(p, DTensor)]
+        self.used.append([torch.hash_tensor(p.detach()).item() for p in whole])
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
@@ -116,6 +125,14 @@ class Same(Callback):
 
 def _full(value):
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def assert_replicas_are_equal(seen, data, case):
+    """To the bit: ranks in order, those of a stage's replicas side by side."""
+    for first in range(0, len(seen), data):
+        assert all(seen[first]), "hashes of both kinds"
+        for other in seen[first : first + data]:
+            assert other == seen[first], case
 
 
 def trained(cases, data, **options):
@@ -131,7 +148,7 @@ def trained(cases, data, **options):
             **NORMS,
             **options,
         )
-        found.append((weights(trainer), same.sums))
+        found.append((weights(trainer), (same.sums, same.used)))
     return found
 
 
@@ -146,8 +163,7 @@ def check(size, data, cases):
         assert_close(
             ranks[0][index][0], expected[name], rtol=1e-9, atol=1e-12, msg=lambda m, c=cases[index]: f"{c}: {m}"
         )
-        replicas = [rank[index][1] for rank in ranks[: data if strategy["pipeline"] == 1 else 2]]
-        assert all(sums == replicas[0] for sums in replicas), (name, strategy)
+        assert_replicas_are_equal([rank[index][1] for rank in ranks], data, (name, strategy))
 
 
 def test_models_of_all_kinds_train_as_in_one_process():
@@ -156,7 +172,8 @@ def test_models_of_all_kinds_train_as_in_one_process():
 
 def test_models_of_all_kinds_train_as_in_one_process_over_stages():
     layouts = [{"pipeline": 2, "zero_stage": 2}, {"pipeline": 2, "zero_stage": 3, "chunks": 2}]
-    check(4, 2, [(name, layout) for name in ("odd", "frozen") for layout in layouts])
+    offloaded = {**layouts[1], "cpu_offload": True}
+    check(4, 2, [*((name, layout) for name in ("odd", "frozen") for layout in layouts), ("odd", offloaded)])
 
 
 def test_copies_of_shards_count_once():

@@ -11,7 +11,7 @@ from lightning_hybrid.callbacks import CommunicationLedger
 from lightning_hybrid.functional.traffic import ring_bytes
 from tests.launch import run_trainers
 from tests.small import fit, hybrid, loader, trainer_of, weights
-from tests.test_zero import BATCH, BATCHES, Odd, Same
+from tests.test_zero import BATCH, BATCHES, Odd, Same, assert_replicas_are_equal
 from tests.test_zero_costs import Even
 
 
@@ -58,6 +58,20 @@ def test_norms_and_weights_are_the_same_for_all_stages_groups_and_sizes():
     assert expected["OneGroup", 0][0] != expected["Odd", 0][0]
 
 
+def limited(stages, data):
+    options = {"gradient_clip_val": 0.003, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 3}
+    train = loader(BATCHES * BATCH, BATCH, data)
+    strategies = ["auto" if stage is None else hybrid(1, zero_stage=stage) for stage in stages]
+    return [weights(fit(Odd(), train, strategy, **options)) for strategy in strategies]
+
+
+def test_clipping_by_value_is_that_of_one_process():
+    """Of sums over the replicas, and not of what each of them has."""
+    (expected,) = limited([None], 1)
+    for state in run_trainers(2, limited, [0, 1, 2, 3], 2)[0]:
+        assert_close(state, expected, rtol=1e-9, atol=1e-12)
+
+
 def accumulated(stages):
     found = []
     for stage in stages:
@@ -70,8 +84,8 @@ def accumulated(stages):
         scattered = [traffic for row, traffic in rows.items() if row.collective == "reduce_scatter"]
         calls = sum(traffic.calls for traffic in scattered)
         units = len(trainer.strategy.assembly.engine.data.modules)
-        found.append((calls / units, sum(t.wire for t in scattered) / ring_bytes("reduce_scatter", here, 2), same.sums))
-        found[-1] += (weights(trainer),)
+        found.append((calls / units, sum(t.wire for t in scattered) / ring_bytes("reduce_scatter", here, 2)))
+        found[-1] += ((same.sums, same.used), weights(trainer))
     return found
 
 
@@ -83,9 +97,8 @@ def test_gradients_over_a_pipeline_are_scattered_as_often_as_documented():
         assert [(calls, volume) for calls, volume, *_ in rank] == [(1, 1), (6, 6), (6, 6)]
     for index in range(3):
         assert_close(ranks[0][index][3], expected, rtol=1e-9, atol=1e-12)
-        first, second = ranks[0][index][2], ranks[1][index][2]  # replicas of the first pipeline rank
-        assert len(first) == 3
-        assert first == second
+        assert len(ranks[0][index][2][0]) == 3
+        assert_replicas_are_equal([rank[index][2] for rank in ranks], 2, index)
 
 
 def hashes(module):
