@@ -126,8 +126,9 @@ def memory(case: str, zero_stage: int, masters: bool = False) -> None:
     model, kept = GPT(width=64, depth=8), Kept()
     size, block, root = sizes_of(model)
     train(model, zero_stage, BATCHES, kept, precision="bf16-true" if masters else "32-true")
-    # whole besides: a block's gradients, and in stage 3 its parameters, with those of what is beside the blocks
-    whole = {0: 0, 1: 0, 2: block + root, 3: 2 * (block + root)}[zero_stage]
+    behind = sum(p.numel() for module in (model.norm, model.head) for p in module.parameters())
+    # whole besides: gradients of a block and of what is behind them all, in stage 3 a block's and the root's parameters
+    whole = {0: 0, 1: 0, 2: block + behind, 3: 2 * block + root + behind}[zero_stage]
     if masters and zero_stage < 2:
         whole = size  # gradients of the last micro-batch: this model is smaller than a bucket
     law = zero_state_bytes(zero_stage, NUM_RANKS, masters=masters) * size
@@ -177,12 +178,9 @@ class Resident(Callback):
 
 
 def growth(case: str, zero_stage: int, pipeline: int) -> None:
-    """Memory before the last of 200 steps, each of another length, in units of that before the 50th."""
+    """Memory before the last of 200 steps of 120 lengths, in units of that before the 50th; the longest comes first."""
     order = torch.randperm(120, generator=torch.Generator().manual_seed(0)).tolist()
-    lengths = [
-        128,
-        *(8 + order[step % 120] for step in range(199)),
-    ]  # the longest first
+    lengths = [128, *(8 + order[step % 120] for step in range(199))]
     batches = [torch.randint(256, (4, length)) for length in lengths]
     resident = Resident(50, 199)
     train(GPT(width=64, depth=4), zero_stage, batches, resident, pipeline=pipeline)
