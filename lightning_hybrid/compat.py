@@ -173,7 +173,7 @@ def free_early(root: nn.Module) -> None:
     """Let modules of `fully_shard` free the buffer of a gather when it is copied out, not behind the next gather.
 
     That keeps one buffer less. It is what torch does for gathers that are asynchronous, and no public method makes the
-    implicit ones so.
+    implicit ones so. Where there are no streams, as with gloo, only asynchronous ones overlap with computation.
     """
     root._set_unshard_async_op(True)  # type: ignore[operator]
 
