@@ -218,7 +218,9 @@ def counted(stages, pipeline, data):
 STEPS = 200
 
 
-@pytest.mark.parametrize(("pipeline", "stages"), [(1, [1, 3]), (2, [1])])
+@pytest.mark.parametrize(
+    ("pipeline", "stages"), [(1, [3]), (2, [1]), pytest.param(1, [1], marks=pytest.mark.full)], ids=str
+)
 def test_changing_shapes_leave_nothing_behind(pipeline, stages):
     for ranks in run_trainers(2, counted, stages, pipeline, 2 // pipeline, timeout=200):
         for (first, few), (last, many) in ranks:

@@ -34,7 +34,7 @@ def in_layouts(size, precision):
     ]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["16-true", pytest.param("bf16-true", marks=pytest.mark.full)])
 def test_layouts_give_the_same_losses_and_replicas_the_same_bits(precision):
     (reference,) = run_trainers(1, in_one_process, precision)
     for size in LAYOUTS:
