@@ -32,13 +32,21 @@ class ScaleRule:
     max_scale: float = 2.0**32
 
     def __post_init__(self) -> None:
-        whole = all(type(number) is int and number >= 1 for number in (self.growth_interval, self.hysteresis))
-        ordered = 0 < self.backoff_factor < 1 < self.growth_factor and 0 < self.min_scale <= self.max_scale
-        if not whole or not ordered or not math.isfinite(self.growth_factor):
-            raise ValueError(
-                f"{self} needs 0 < backoff_factor < 1 < growth_factor, 0 < min_scale <= max_scale, and whole "
-                "numbers of at least 1 for growth_interval and hysteresis."
-            )
+        ranges = {
+            "growth_factor": (1 < self.growth_factor < math.inf, "a finite number above 1"),
+            "backoff_factor": (0 < self.backoff_factor < 1, "above 0 and below 1"),
+            "growth_interval": (_counts(self.growth_interval), "a whole number of at least 1"),
+            "hysteresis": (_counts(self.hysteresis), "a whole number of at least 1"),
+            "min_scale": (self.min_scale > 0, "above 0"),
+            "max_scale": (self.max_scale >= self.min_scale, f"at least min_scale={self.min_scale!r}"),
+        }
+        for name, (holds, wanted) in ranges.items():
+            if not holds:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be {wanted}.")
+
+
+def _counts(number: object) -> bool:
+    return type(number) is int and number >= 1
 
 
 @dataclass(frozen=True)
@@ -86,4 +94,7 @@ def weight_unit(weight: float) -> float:
     Args:
         weight: Above 0 and finite; for others the unit is 1.
     """
-    return 2.0 ** math.ceil(math.log2(weight)) if 0 < weight < math.inf else 1.0
+    if not 0 < weight < math.inf:
+        return 1.0
+    mantissa, exponent = math.frexp(weight)  # exact, where a logarithm rounds just above a power of two
+    return math.ldexp(1.0, exponent - (mantissa == 0.5))

@@ -73,7 +73,10 @@ class FP16MasterWeights(MasterWeights):
         rule = ScaleRule(growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale)
         start = init_scale if loss_scale == "dynamic" else loss_scale
         if isinstance(start, str | bool) or not (0 < start < math.inf):
-            raise ValueError(f"loss_scale={loss_scale!r} with init_scale={init_scale!r} is not 'dynamic' or above 0.")
+            wrong = f"init_scale={init_scale!r} must be"
+            if loss_scale != "dynamic":
+                wrong = f"loss_scale={loss_scale!r} must be 'dynamic' or"
+            raise ValueError(f"{wrong} a finite number above 0.")
         if loss_scale == "dynamic" and not min_scale <= init_scale <= max_scale:
             raise ValueError(f"init_scale={init_scale} is not between min_scale={min_scale} and max_scale={max_scale}.")
         self.rule = rule if loss_scale == "dynamic" else None

@@ -91,8 +91,8 @@ class MasterWeights(Precision):
         if self._engine is None:
             raise ValueError(
                 f"{type(self).__name__} works with this package's strategies alone, which make the 16-bit copies of "
-                "its float32 weights. Choose strategy='hybrid_ptdp', on one device too, or precision="
-                f"'{'16' if self.compute_dtype is torch.float16 else 'bf16'}-mixed'."
+                "its float32 weights. Choose strategy='hybrid_zero1', which is data parallelism, on one device too, or "
+                f"precision='{'16' if self.compute_dtype is torch.float16 else 'bf16'}-mixed' without this plugin."
             )
         return super().connect(model, optimizers, lr_schedulers)
 

@@ -1,7 +1,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_hybrid.functional.loss_scale import ScaleRule, ScaleState, next_scale, weight_unit
@@ -46,25 +46,28 @@ def test_the_scale_stays_a_power_of_two_and_counts_every_step(steps, interval, h
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("name", "value", "wanted"),
     [
-        {"growth_factor": 1.0},
-        {"growth_factor": math.inf},
-        {"backoff_factor": 0.0},
-        {"backoff_factor": 1.0},
-        {"growth_interval": 0},
-        {"growth_interval": 1.5},
-        {"hysteresis": 0},
-        {"min_scale": 0.0},
-        {"max_scale": 0.5},
+        ("growth_factor", 1.0, "a finite number above 1"),
+        ("growth_factor", math.inf, "a finite number above 1"),
+        ("backoff_factor", 0.0, "above 0 and below 1"),
+        ("backoff_factor", 1.0, "above 0 and below 1"),
+        ("growth_interval", 0, "a whole number of at least 1"),
+        ("growth_interval", 1.5, "a whole number of at least 1"),
+        ("hysteresis", 0, "a whole number of at least 1"),
+        ("min_scale", 0.0, "above 0"),
+        ("min_scale", math.nan, "above 0"),
+        ("max_scale", 0.5, "at least min_scale=1.0"),
     ],
 )
-def test_numbers_out_of_range_are_refused(wrong):
-    with pytest.raises(ValueError, match=rf"{next(iter(wrong))}=.*needs 0 < backoff_factor < 1 < growth_factor"):
-        ScaleRule(**wrong)
+def test_the_number_out_of_range_is_refused_with_its_range(name, value, wanted):
+    with pytest.raises(ValueError, match=f"^{name}={value} must be {wanted}.$"):
+        ScaleRule(**{name: value})
 
 
 @given(weight=st.floats(2.0**-100, 2.0**100))
+@example(weight=math.nextafter(2.0**-100, 1.0))
+@example(weight=4.0)
 def test_a_weight_divided_by_its_unit_is_at_most_one_and_as_exact(weight):
     unit = weight_unit(weight)
     assert 0.5 < weight / unit <= 1

@@ -498,20 +498,20 @@ def test_a_dot_product_is_right_to_one_unit_in_the_last_place(seed):
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "message"),
     [
-        {"loss_scale": "static"},
-        {"loss_scale": 0.0},
-        {"loss_scale": True},
-        {"loss_scale": float("inf")},
-        {"init_scale": -1.0},
-        {"init_scale": 0.5},
-        {"init_scale": 2.0**40},
-        {"growth_factor": 0.5},
+        ({"loss_scale": "static"}, "^loss_scale='static' must be 'dynamic' or a finite number above 0.$"),
+        ({"loss_scale": 0.0}, "^loss_scale=0.0 must be 'dynamic' or"),
+        ({"loss_scale": True}, "^loss_scale=True must be 'dynamic' or"),
+        ({"loss_scale": float("inf")}, "^loss_scale=inf must be 'dynamic' or"),
+        ({"init_scale": -1.0}, "^init_scale=-1.0 must be a finite number above 0.$"),
+        ({"init_scale": 0.5}, "^init_scale=0.5 is not between min_scale=1.0 and"),
+        ({"init_scale": 2.0**40}, "^init_scale=1099511627776.0 is not between"),
+        ({"growth_factor": 0.5}, "^growth_factor=0.5 must be a finite number above 1.$"),
     ],
 )
-def test_numbers_out_of_range_are_refused_by_name(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
+def test_numbers_out_of_range_are_refused_by_name(wrong, message):
+    with pytest.raises(ValueError, match=message):
         FP16MasterWeights(**wrong)
 
 

@@ -66,7 +66,7 @@ def test_a_plugin_object_is_refused_on_every_rank():
 def refusal_of_strategies(names):
     for strategy in names:
         for plugin in (MasterWeights, FP16MasterWeights):
-            with pytest.raises(ValueError, match=f"{plugin.__name__} works with this package's strategies alone"):
+            with pytest.raises(ValueError, match=f"{plugin.__name__} works with .* strategy='hybrid_zero1'"):
                 fit(Small(), loader(8, 4), strategy, plugins=[plugin()])
     return True
 
