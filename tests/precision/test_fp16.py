@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -228,7 +229,7 @@ def gradients(options, accumulate, data):
     seen = Seen()
     train, strategy = loader(BATCHES * BATCH, BATCH, data), hybrid(1, zero_stage=1)
     clipped = {"gradient_clip_val": 0.1, "accumulate_grad_batches": accumulate}
-    options = {"plugins": [FP16MasterWeights()]} if options == "16-true" else {"precision": options}
+    options = {"plugins": [plugin()]} if options == "16-true" else {"precision": options}
     trainer = fit(Step(), train, strategy, callbacks=[seen], **clipped, **options)
     return seen.gradients, weights(trainer), trainer.strategy.assembly.clipping.last_norm
 
@@ -241,23 +242,22 @@ class Step(Half):
 
 
 def near(found, expected, bound=4 * 2.0**-11):
-    """Errors of 16-bit gradients are relative to the largest ones of the tensor, which the small ones are sums of."""
+    """Sums of rounded products may cancel: errors are relative to the largest number of the model, not to each sum."""
     assert found.keys() == expected.keys()
+    largest = max(value.abs().max() for value in expected.values())
     for name, value in expected.items():
-        assert (found[name] - value).abs().max() <= bound * value.abs().max() + 1e-6, name
+        assert (found[name] - value).abs().max() <= bound * largest, name
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_hooks_and_clipping_meet_unscaled_gradients(accumulate):
-    """Case 35: from a scale of 2^16, whose first steps overflow; a window is unscaled once, however many batches."""
+    """Case 35: a window is unscaled once, however many batches it has."""
     expected, state, norm = run_trainers(2, gradients, "32-true", accumulate, 2)[0]
     found, state_found, norm_found = run_trainers(2, gradients, "16-true", accumulate, 2)[0]
-    finite = [all(value.isfinite().all() for value in full.values()) for full in found]
-    assert finite[-1]
-    if all(finite):
-        near(found[0], expected[0])
-        near(state_found, state)
-        assert float(norm_found) == pytest.approx(float(norm), rel=4 * 2.0**-11)
+    assert len(found) == len(expected)
+    near(found[0], expected[0])
+    near(state_found, state)
+    assert float(norm_found) == pytest.approx(float(norm), rel=4 * 2.0**-11)
 
 
 class Clipped(Half):
@@ -393,10 +393,10 @@ def loaded(folder):
     trainer.fit(source, loader(BATCH, BATCH))
     trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
     outcomes = {}
-    for way in ("ckpt_path", "on_fit_start"):
+    for way in ("ckpt_path", "on_fit_start", "on_train_start"):
         module = Still()
-        if way == "on_fit_start":
-            module.source = state
+        if way != "ckpt_path":
+            setattr(module, way, partial(module.load_state_dict, state))
         path = folder / "weights.ckpt" if way == "ckpt_path" else None
         again = trainer_of(hybrid(1, microbatches=1, zero_stage=3), plugins=[plugin()])
         try:
@@ -411,11 +411,6 @@ def loaded(folder):
 
 class Still(Half):
     rate = 0.0
-    source = None
-
-    def on_fit_start(self):
-        if self.source is not None:
-            self.load_state_dict(self.source)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.0)
@@ -424,12 +419,8 @@ class Still(Half):
 def test_masters_follow_weights_that_are_loaded(tmp_path):
     """Case 2; a checkpoint without optimizer states is refused by Lightning itself, for want of them."""
     for outcomes in run_trainers(2, loaded, tmp_path):
-        assert outcomes["on_fit_start"] is True
+        assert outcomes["on_fit_start"] is outcomes["on_train_start"] is True
         assert outcomes["ckpt_path"] is True or "weights" in outcomes["ckpt_path"]
-
-
-class Averaging(WeightAveraging):
-    pass
 
 
 def averaged():
