@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from contextlib import suppress
 
 import pytest
 import torch
@@ -526,3 +527,40 @@ def doubles(precision):
 def test_float64_stays_float64():
     (found, _), (expected, _) = (run_trainers(2, doubles, precision) for precision in ("16-true", "64-true"))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+class Interrupted(Half):
+    """Its third batch fails, or asks to stop within an accumulation window."""
+
+    way = None
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2 and self.way == "fails":
+            raise ArithmeticError
+        self.trainer.should_stop = self.way == "stops" and batch_idx == 2
+        return super().training_step(batch, batch_idx)
+
+
+def begun_again(way, stages):
+    """Losses of a second fit of the same module, and the types of its parameters."""
+    found = []
+    for stage in stages:
+        module, seen = Interrupted(), Losses()
+        module.way = way
+        trainer = trainer_of(hybrid(1, zero_stage=stage), plugins=[plugin()], accumulate_grad_batches=2, min_epochs=0)
+        with suppress(ArithmeticError):
+            trainer.fit(module, loader(BATCHES * BATCH, BATCH, dist.get_world_size()))
+        module.way = None
+        trainer.callbacks.append(seen)
+        trainer.fit_loop.max_epochs, trainer.should_stop = 3, False
+        trainer.fit(module, loader(BATCHES * BATCH, BATCH, dist.get_world_size()))
+        found.append((seen.losses, {p.dtype for p in module.parameters()}))
+    return found
+
+
+@pytest.mark.parametrize("way", ["fails", "stops"])
+def test_a_fit_after_one_that_ended_within_a_window_trains_the_masters(way):
+    (expected,) = alone(begun_again, way, [1])
+    for losses, dtypes in run_trainers(2, begun_again, way, [1, 3])[0]:
+        assert losses == pytest.approx(expected[0], rel=4 * 2.0**-11)
+        assert dtypes == {torch.float32}
