@@ -40,7 +40,7 @@ class FP16MasterWeights(MasterWeights):
         growth_factor: What it is multiplied by after `growth_interval` steps without overflow.
         backoff_factor: What it is multiplied by after an overflow.
         growth_interval: Steps without overflow before it grows.
-        hysteresis: Overflows that it takes to back off; growth starts the count again.
+        hysteresis: Overflows that it takes to back off; each further one does too, until growth starts the count again.
         min_scale: Under it training ends with an error that names the parameters whose gradients overflowed.
         max_scale: It does not grow further.
 
