@@ -151,6 +151,7 @@ class FP16MasterWeights(MasterWeights):
         held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         by_device: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for gradient in (local(parameter.grad) for parameter in held):
+            gradient = torch.view_as_real(gradient) if gradient.is_complex() else gradient
             if gradient.numel():
                 by_device.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         found = torch.zeros(1, device=device)

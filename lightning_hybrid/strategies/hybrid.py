@@ -143,6 +143,7 @@ class HybridPTDPStrategy(StatefulStrategy):
             checks.check_trainer(trainer)
             checks.check_optimizers(self.optimizers, module, self.ground.mesh.layout, self.options)
         check_masters(self.precision_plugin, module, self.optimizers)
+        checks.check_sparse(module, self.ground.mesh.layout, self.options, masters=self.compute_dtype is not None)
         return ParameterGroups(self.optimizers, module)
 
     @override
