@@ -14,7 +14,8 @@ class ScaleRule:
         growth_factor: What it is multiplied by after `growth_interval` steps without overflow; above 1.
         backoff_factor: What it is multiplied by after an overflow; between 0 and 1.
         growth_interval: Steps without overflow before it grows, at least 1.
-        hysteresis: Overflows that it takes to back off, at least 1; growth starts the count again.
+        hysteresis: Overflows that it takes to back off, at least 1. Each further one backs off too, until growth starts
+            the count again.
         min_scale: Least scale; above 0.
         max_scale: Largest scale.
 
@@ -56,7 +57,7 @@ class ScaleState:
     Attributes:
         scale: What losses are multiplied by.
         clean_steps: Steps without overflow since it last changed, or since the last overflow.
-        overflows: Overflows since it last changed.
+        overflows: Overflows since it last grew.
         skipped: Steps skipped in a row.
         applied: Steps applied so far.
     """
@@ -85,7 +86,7 @@ def next_scale(state: ScaleState, rule: ScaleRule | None, *, overflow: bool) -> 
     state = replace(state, clean_steps=0, overflows=state.overflows + 1, skipped=state.skipped + 1)
     if rule is None or state.overflows < rule.hysteresis:
         return state
-    return replace(state, scale=state.scale * rule.backoff_factor, overflows=0)
+    return replace(state, scale=state.scale * rule.backoff_factor)
 
 
 def weight_unit(weight: float) -> float:

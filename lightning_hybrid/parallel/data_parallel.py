@@ -53,6 +53,9 @@ class DataParallel(Protocol):
     def abandon(self) -> None:
         """Leave no trace in the parameters of a step that has failed."""
 
+    def restart(self) -> None:
+        """Let go of what a run has gathered that ended within a step or a window; all replicas call it together."""
+
     def held_parameters(self) -> list[nn.Parameter]:
         """All parameters that may have gradients."""
 
@@ -130,6 +133,9 @@ class Replicated:
         """Watch no backward pass that may follow elsewhere."""
         if self._reduction is not None:
             self._reduction.reset()
+
+    def restart(self) -> None:
+        """Nothing is gathered."""
 
     def held_parameters(self) -> list[nn.Parameter]:
         """Those of the model."""

@@ -160,6 +160,12 @@ class Sharded:
         self._present.clear()
         drop_waiting(self.modules)
 
+    def restart(self) -> None:
+        """Shard what a step has left whole that an exception ended, or a window that was not finished."""
+        self.scatter()
+        reset = getattr(self._root, "reset_iter_state", self._root.state_dict)  # older torch: that shards, at least
+        reset()
+
     def waiting_gradients(self) -> list[Tensor]:
         """Gradients that are whole and in the type of their sum, on none of `held_parameters`."""
         return waiting_gradients(self.modules)

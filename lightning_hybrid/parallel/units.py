@@ -88,14 +88,18 @@ def loose_parameters(root: nn.Module, main: torch.dtype | None = None) -> dict[s
     """
     sizes: dict[torch.dtype, int] = {}
     for parameter in root.parameters():
-        if parameter.is_floating_point():
+        if _may_train(parameter):
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
     main = main or max(sizes, key=sizes.__getitem__, default=None)
     return {
         name: p
         for name, p in root.named_parameters()
-        if p.ndim == 0 or not p.is_contiguous() or (p.is_floating_point() and p.dtype != main)
+        if p.ndim == 0 or not p.is_contiguous() or (_may_train(p) and p.dtype != main)
     }
+
+
+def _may_train(parameter: nn.Parameter) -> bool:
+    return parameter.is_floating_point() or parameter.is_complex()
 
 
 def _size(root: nn.Module, name: str) -> int:

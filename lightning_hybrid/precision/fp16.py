@@ -40,7 +40,7 @@ class FP16MasterWeights(MasterWeights):
         growth_factor: What it is multiplied by after `growth_interval` steps without overflow.
         backoff_factor: What it is multiplied by after an overflow.
         growth_interval: Steps without overflow before it grows.
-        hysteresis: Overflows that it takes to back off; growth starts the count again.
+        hysteresis: Overflows that it takes to back off; each further one does too, until growth starts the count again.
         min_scale: Under it training ends with an error that names the parameters whose gradients overflowed.
         max_scale: It does not grow further.
 
@@ -154,6 +154,7 @@ class FP16MasterWeights(MasterWeights):
         held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         by_device: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for gradient in (local(parameter.grad) for parameter in held):
+            gradient = torch.view_as_real(gradient) if gradient.is_complex() else gradient
             if gradient.numel():
                 by_device.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         found = torch.zeros(1, device=device)

@@ -8,7 +8,7 @@ checkpoints, which autocast again when they recompute, and compiled blocks have 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from lightning_hybrid.compat import has_kernel
 
 DEVICES = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 NORMS = ("layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm")
+STATISTICS = {"batch_norm": slice(3, 5), "instance_norm": slice(3, 5)}  # written to if the next argument is true
 SUMS = ("sum", "sum.dim_IntList", "mean", "mean.dim", "cumsum", "prod", "prod.dim_int", "logsumexp")
 SUMS_OF_SQUARES = (
     "var",
@@ -76,10 +77,15 @@ class WideOperations:
 def _widened(name: str, device: str) -> Callable[..., Any]:
     packet, _, overload = name.partition(".")
     operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    written = STATISTICS.get(name)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        wide = [_wide(value) for value in args]
         with torch.autocast(device, enabled=False):
-            return operation(*map(_wide, args), **{key: _wide(value) for key, value in kwargs.items()})
+            result = operation(*wide, **{key: _wide(value) for key, value in kwargs.items()})
+        if written is not None and args[written.stop]:
+            _write_back(wide[written], args[written])
+        return result
 
     return kernel
 
@@ -87,3 +93,11 @@ def _widened(name: str, device: str) -> Callable[..., Any]:
 def _wide(value: Any) -> Any:
     is_narrow = isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize == 2
     return value.float() if is_narrow else value
+
+
+def _write_back(wide: Sequence[Any], given: Sequence[Any]) -> None:
+    """Let running statistics of 16 bits follow their copies in float32."""
+    with torch.no_grad():
+        for copy, tensor in zip(wide, given, strict=True):
+            if copy is not tensor:
+                tensor.copy_(copy)

@@ -115,8 +115,13 @@ class Assembly:
         names = self.groups.names if self.groups is not None else []
         add_state(checkpoint, self.engine.mesh, seed=self.engine.seed, names=names, generators=generators)
 
-    def reseed(self, seed: int | None) -> None:
-        """Draw as the run does that goes on; None for a new run, which draws on."""
+    def restart(self, seed: int | None) -> None:
+        """Begin again, also behind an exception: parameters are masters, and shards, until the first step.
+
+        Args:
+            seed: Base of random numbers of a run that goes on; None for a new run, which draws on.
+        """
+        self.engine.data.restart()
         if seed is not None:
             self.engine.seed = seed
 

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
 from torch.optim import LBFGS, Adafactor, Muon, Optimizer
 
 from lightning_hybrid.compat import sync_batchnorm
@@ -177,6 +178,21 @@ def check_module(module: LightningModule, layout: Layout, options: Mapping[str, 
         raise ValueError(
             f"{type(module).__name__}.backward is overridden, and the pipeline's schedule runs the backward passes "
             "itself. Move what it does to on_before_backward or on_after_backward."
+        )
+
+
+def check_sparse(module: LightningModule, layout: Layout, options: Mapping[str, Any], *, masters: bool) -> None:
+    """Refuse embeddings with sparse gradients where gradients are summed over replicas, sharded or unscaled.
+
+    Raises:
+        ValueError: Naming the module.
+    """
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    found = [name for name, child in module.named_modules() if isinstance(child, kinds) and child.sparse]
+    if found and (layout.data > 1 or options["cpu_offload"] or masters):
+        raise ValueError(
+            f"{found[0]} has sparse=True, and replicas, shards and master weights need dense gradients. Set "
+            "sparse=False, or train in one replica with precision='32-true'."
         )
 
 

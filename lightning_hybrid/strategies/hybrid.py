@@ -109,8 +109,8 @@ class HybridPTDPStrategy(StatefulStrategy):
         if present is None:
             seed, dtype = self.resuming.seed, self.compute_dtype
             self._ground = survey(module, self.options, self.root_device, self.timeout, seed=seed, param_dtype=dtype)
-        elif self.is_fitting:
-            present.reseed(self.resuming.seed)
+        else:
+            present.restart(self.resuming.seed if self.is_fitting else None)
         self.model, groups = self.precision_plugin.convert_module(module), None
         if self.is_fitting:
             with present.whole_module() if present is not None else nullcontext():
@@ -143,6 +143,7 @@ class HybridPTDPStrategy(StatefulStrategy):
             checks.check_trainer(trainer)
             checks.check_optimizers(self.optimizers, module, self.ground.mesh.layout, self.options)
         check_masters(self.precision_plugin, module, self.optimizers)
+        checks.check_sparse(module, self.ground.mesh.layout, self.options, masters=self.compute_dtype is not None)
         return ParameterGroups(self.optimizers, module)
 
     @override

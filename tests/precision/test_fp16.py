@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -18,7 +19,7 @@ from lightning_hybrid.parallel.gradients import local
 from lightning_hybrid.precision import FP16MasterWeights
 from tests.launch import run_trainers
 from tests.precision.halves import BATCH, BATCHES, MODERATE, Half, Losses, bits
-from tests.small import Small, fit, hybrid, loader, trainer_of, weights
+from tests.small import WIDTH, Small, fit, hybrid, loader, trainer_of, weights
 
 
 def plugin(**options):
@@ -517,3 +518,79 @@ def doubles(precision):
 def test_float64_stays_float64():
     (found, _), (expected, _) = (run_trainers(2, doubles, precision) for precision in ("16-true", "64-true"))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+class Interrupted(Half):
+    """Its third batch fails, or asks to stop within an accumulation window."""
+
+    way = None
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2 and self.way == "fails":
+            raise ArithmeticError
+        self.trainer.should_stop = self.way == "stops" and batch_idx == 2
+        return super().training_step(batch, batch_idx)
+
+
+def begun_again(way, stages):
+    """Losses of a second fit of the same module, and the types of its parameters."""
+    found = []
+    for stage in stages:
+        module, seen = Interrupted(), Losses()
+        module.way = way
+        trainer = trainer_of(hybrid(1, zero_stage=stage), plugins=[plugin()], accumulate_grad_batches=2, min_epochs=0)
+        with suppress(ArithmeticError):
+            trainer.fit(module, loader(BATCHES * BATCH, BATCH, dist.get_world_size()))
+        module.way = None
+        trainer.callbacks.append(seen)
+        trainer.fit_loop.max_epochs, trainer.should_stop = 3, False
+        trainer.fit(module, loader(BATCHES * BATCH, BATCH, dist.get_world_size()))
+        found.append((seen.losses, {p.dtype for p in module.parameters()}))
+    return found
+
+
+@pytest.mark.parametrize("way", ["fails", "stops"])
+def test_a_fit_after_one_that_ended_within_a_window_trains_the_masters(way):
+    (expected,) = alone(begun_again, way, [1])
+    for losses, dtypes in run_trainers(2, begun_again, way, [1, 3])[0]:
+        assert losses == pytest.approx(expected[0], rel=4 * 2.0**-11)
+        assert dtypes == {torch.float32}
+
+
+class Complex(Half):
+    """A parameter of a third kind beside matrices, in a block as well; it overflows in the third batch."""
+
+    class block(Half.block):
+        def __init__(self):
+            super().__init__()
+            self.turn = nn.Parameter(torch.full((WIDTH,), 0.8 + 0.6j))
+
+        def forward(self, x):
+            return super().forward(x * (self.turn * self.turn.conj()).real)
+
+    def on_after_backward(self):
+        if self.trainer.fit_loop.batch_idx == 2:
+            self.blocks[0].turn.grad[1] = complex(0.0, torch.inf)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+
+def with_complex(layouts):
+    found = []
+    for layout in layouts:
+        data = dist.get_world_size() // layout["pipeline"]
+        strategy, train = hybrid(**layout), loader(BATCHES * BATCH, BATCH, data)
+        trainer = fit(Complex(), train, strategy, plugins=[plugin()], gradient_clip_val=0.5)
+        found.append((weights(trainer), trainer.precision_plugin.state.applied))
+    return found
+
+
+def test_complex_parameters_are_unscaled_too():
+    ((expected, _),) = alone(with_complex, [{"pipeline": 1, "microbatches": 1}])
+    start = Complex().blocks[0].turn
+    assert expected["blocks.0.turn"].dtype == torch.complex64
+    assert not torch.equal(expected["blocks.0.turn"], start)
+    for found, applied in run_trainers(2, with_complex, [{"pipeline": 1, "zero_stage": 2}])[0]:
+        assert applied == BATCHES - 1
+        torch.testing.assert_close(found, expected, rtol=4 * 2.0**-11, atol=4 * 2.0**-11)

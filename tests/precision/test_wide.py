@@ -84,6 +84,27 @@ def test_running_statistics_are_moved_in_place():
     torch.testing.assert_close(norm.running_var, reference.running_var, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("operation", ["batch_norm", "instance_norm"])
+@pytest.mark.usefixtures("held")
+def test_running_statistics_of_16_bits_are_moved_too(operation):
+    x = torch.linspace(-1, 3, 8 * 4 * 5).view(8, 4, 5).half()
+
+    def moved(x, mean, variance, *, training):
+        if operation == "batch_norm":
+            F.batch_norm(x, mean, variance, None, None, training)
+        else:
+            F.instance_norm(x, mean, variance, None, None, training)
+        return mean, variance
+
+    expected = moved(x.float(), torch.zeros(4), torch.ones(4), training=True)
+    with autocast(torch.float16):
+        found = moved(x, torch.zeros(4).half(), torch.ones(4).half(), training=True)
+        still = moved(x, torch.zeros(4).half(), torch.ones(4).half(), training=False)
+    assert all(torch.equal(statistic, value.half()) for statistic, value in zip(found, expected, strict=True))
+    assert not torch.equal(found[0], still[0])
+    assert torch.equal(still[0], torch.zeros(4).half())
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.usefixtures("held")
 def test_checkpoints_recompute_in_the_same_types(use_reentrant):

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch.plugins import DoublePrecision, FSDPPrecision, HalfPrecision, MixedPrecision, Precision
+from torch import nn
 
 from lightning_hybrid import HybridPTDPStrategy
 from lightning_hybrid.functional.loss_scale import ScaleState, next_scale
@@ -85,6 +86,26 @@ class ByHand(Small):
 class Factored(Small):
     def configure_optimizers(self):
         return torch.optim.Adafactor(self.parameters())
+
+
+class Sparse(Small):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(4, 6, sparse=True)
+
+
+def refusals_of_sparse(options):
+    module = Sparse()
+    with pytest.raises(
+        ValueError, match="embedding has sparse=True, and replicas, shards and master weights"
+    ) as caught:
+        trainer_of(hybrid(1), **options).fit(module, loader(8, 4))
+    return str(caught.value)
+
+
+def test_sparse_gradients_are_refused_where_they_cannot_be_summed_or_unscaled():
+    assert run_trainers(1, refusals_of_sparse, {"precision": "16-true"})
+    assert len(set(run_trainers(2, refusals_of_sparse, {}))) == 1
 
 
 def refusals_of_modules():
