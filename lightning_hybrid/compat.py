@@ -141,10 +141,20 @@ def sharded_records(module: nn.Module | FSDPModule) -> list[Any]:
     Gradients that wait in the type of their sum are there alone, as `unsharded_accumulated_grad`: None, or of the whole
     parameter's shape.
     """
+    return [record for group in sharded_groups(module) for record in group.fsdp_params]
+
+
+def drop_partial_sums(module: nn.Module | FSDPModule) -> None:
+    """Forget sums over one group of replicas, which wait for the last backward pass of a window."""
+    for group in sharded_groups(module):
+        group._partial_reduce_output = None
+
+
+def sharded_groups(module: nn.Module | FSDPModule) -> list[Any]:
+    """What `fully_shard` knows of parameters of one of its modules that are gathered together."""
     state = fully_shard.state(module)  # type: ignore[attr-defined]
     groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.13; one at most before
-    groups = [state._fsdp_param_group] if groups is None else groups
-    return [record for group in groups if group is not None for record in group.fsdp_params]
+    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
 
 
 def shard_memory(record: Any) -> Tensor:

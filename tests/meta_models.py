@@ -184,6 +184,68 @@ class Compiled(Meta):
             block.mlp.compile(backend="eager")
 
 
+class Body(nn.Module):
+    """Initialises the blocks that it contains."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList(Block() for _ in range(DEPTH)), nn.LayerNorm(WIDTH)
+
+    def _reset_parameters(self):
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+class Around(Meta):
+    def built(self):
+        return hasattr(self, "body")
+
+    def build(self):
+        self.embed, self.head, self.body = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS), Body()
+
+    def forward(self, words):
+        return self.head(self.body(self.embed(words)))
+
+
+class Rotation(nn.Module):
+    """A table and a matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("table", torch.empty(WIDTH))
+
+    def reset_parameters(self):
+        self.table.copy_(torch.arange(float(WIDTH)) / WIDTH)
+
+    def forward(self, x):
+        return self.linear(x + self.table)
+
+
+class SharingBlock(Block):
+    def __init__(self, shared):
+        super().__init__()
+        self.shared = shared
+
+    def forward(self, x):
+        return super().forward(x) + self.shared(x)
+
+
+class SharedModule(Meta):
+    """All blocks have one module in common."""
+
+    def build(self):
+        super().build()
+        shared = Rotation()
+        self.blocks = nn.ModuleList(SharingBlock(shared) for _ in range(DEPTH))
+
+
 class Manual(Meta):
     """Takes its own steps."""
 

@@ -349,6 +349,25 @@ def waiting():
     return found.dtype, found.tolist()
 
 
+def partial_sums():
+    """Two groups of one replica each: the sum over both waits for the last backward pass."""
+    ranks = torch.tensor([[0], [1]])
+    groups = [dist.group.WORLD, dist.new_group([dist.get_rank()], use_local_synchronization=True)]
+    mesh = DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(nn.Linear(2, 1, bias=False), mesh=mesh)
+    model.set_gradient_divide_factor(1.0)
+    for is_last in (False, True):
+        model.set_requires_all_reduce(is_last)
+        model(torch.ones(1, 2)).sum().backward()
+        compat.drop_partial_sums(model)
+    assert len(compat.sharded_groups(model)) == 1
+    return model.weight.grad.to_local().tolist()
+
+
+def test_sums_over_a_part_of_the_replicas_can_be_dropped():
+    assert run_ranks(2, partial_sums) == [[[2.0, 2.0]]] * 2
+
+
 def test_gradients_wait_in_the_type_of_their_sum():
     assert run_ranks(2, waiting) == [(torch.float32, [[4.0, 4.0]] * 3)] * 2
 

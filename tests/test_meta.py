@@ -8,7 +8,19 @@ from lightning.pytorch import Callback
 from torch.testing import assert_close
 
 from tests.launch import run_trainers
-from tests.meta_models import Compiled, Llama, Manual, Meta, Norms, Recurrences, Shared, Tied, word_loader
+from tests.meta_models import (
+    Around,
+    Compiled,
+    Llama,
+    Manual,
+    Meta,
+    Norms,
+    Recurrences,
+    Shared,
+    SharedModule,
+    Tied,
+    word_loader,
+)
 from tests.small import fit, hybrid, weights
 
 MODELS = {
@@ -20,6 +32,8 @@ MODELS = {
     "compiled": Compiled,
     "manual": Manual,
     "shared": Shared,
+    "shared module": SharedModule,
+    "around": Around,
 }
 TWO = [
     {"pipeline": 2},
@@ -106,6 +120,8 @@ def test_models_of_other_kinds_start_and_train_as_in_one_process():
     cases = [
         *(("norms", layout, True) for layout in pipelines),
         *(("shared", layout, True) for layout in (*pipelines, zero3)),
+        *(("shared module", layout, True) for layout in (pipelines[1], zero3)),
+        *(("around", layout, True) for layout in (pipelines[0], zero3)),
         *(("llama", layout, False) for layout in (*pipelines, zero3, {"pipeline": 1, "tensor_parallel_size": 2})),
         ("compiled", {**zero3, "microbatches": 1}, False),
         ("recurrences", zero3, False),

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from tests.launch import run_trainers
-from tests.small import Small, check_exact, check_refused, loss_of_two_epochs
+from tests.small import WIDTH, Block, Small, check_exact, check_refused, loss_of_two_epochs
 
 PATHS = [  # size, options; each cuts between blocks 1 and 5
     (2, {"chunks": 2, "partition": [2, 1, 1, 2]}),
@@ -129,7 +130,44 @@ class PenaltyOnTheInlet(Small):
         return super().loss((x, y)) + 0.1 * self.inlet.weight.square().sum()
 
 
+class SharedModule(Small):
+    """Two blocks of different stages have one module."""
+
+    class block(Block):
+        def __init__(self):
+            super().__init__()
+            self.other = None
+
+        def forward(self, x):
+            x = super().forward(x)
+            return x if self.other is None else x + self.other(x)
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].other = self.blocks[4].other = self.make().double()
+
+    def make(self):
+        return nn.Linear(WIDTH, WIDTH)
+
+
+class SharedMean(SharedModule):
+    """A running mean, as of a batch norm, would go on from other values on each stage."""
+
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(WIDTH))
+
+        def forward(self, x):
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+            return x - self.mean.clone()
+
+    def make(self):
+        return self.Mean()
+
+
 MESSAGES = {
+    SharedMean: "blocks.1.other writes its buffer mean and is in blocks.4 too, on another stage: .*in one stage",
     SkipOverTheCut: "blocks.5 reads a value of blocks.1, .* a skip connection crosses the cut. Choose a partition",
     SkipToTheHead: "reads a value of blocks.0, which lives on an earlier pipeline stage",
     AverageOfBlocks: "reads a value of blocks.0, blocks.1, which live on an earlier pipeline stage",
@@ -159,6 +197,10 @@ def test_refusal_reaches_every_rank_of_every_layout(size, options):
 def test_skip_trains_exactly_with_a_partition_that_keeps_it_in_one_stage(partition):
     """With [2, 4] what is kept is what crosses the cut."""
     check_exact(SkipOverTheCut, partition=partition)
+
+
+def test_a_module_that_blocks_of_two_stages_share_trains_exactly():
+    check_exact(SharedModule)
 
 
 def test_skip_from_before_the_blocks_trains_exactly():

@@ -104,7 +104,7 @@ def test_gradients_over_a_pipeline_are_scattered_as_often_as_documented():
 def hashes(module):
     """Of each parameter that this rank has, whole."""
     whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in module.state_dict().items()}
-    return {name: torch.hash_tensor(value).item() for name, value in whole.items()}
+    return {name: torch.hash_tensor(value).item() for name, value in whole.items() if value.numel()}
 
 
 class Hashes(Callback):
@@ -139,6 +139,6 @@ def test_replicas_go_on_from_the_saved_weights_and_stay_equal(tmp_path):
     assert first == second
     for stage, (loaded, stepped) in zip([1, 2, 3], first, strict=True):
         saved = torch.load(tmp_path / f"{stage}.ckpt", weights_only=True)["state_dict"]
-        assert loaded == {name: torch.hash_tensor(value).item() for name, value in saved.items()}
+        assert loaded == {name: torch.hash_tensor(value).item() for name, value in saved.items() if value.numel()}
         assert stepped.keys() == loaded.keys()
         assert stepped != loaded

@@ -34,6 +34,7 @@ class StageCut:
         ancestors: Names of the modules that contain blocks.
         guarded: (module, attribute) that blocks set while they run, readable by their own stage only.
         written_buffers: Buffers that blocks write while they run, with their stage.
+        present: Modules that are beside the blocks or in blocks of this rank, by any of their names.
         searched: A training probe has looked for values held where no module shows them.
     """
 
@@ -180,11 +181,13 @@ class StageCut:
 
     def _drop_absent_blocks(self) -> None:
         here = set(self.stages)
-        for position, block in enumerate(self.blocks):
-            if self.stage_of_block(position) not in here:
-                for name, _ in list(
-                    self.root.get_submodule(block).named_parameters(prefix=block, remove_duplicate=False)
-                ):
+        absent = [b for position, b in enumerate(self.blocks) if self.stage_of_block(position) not in here]
+        prefixes = tuple(f"{block}." for block in absent)
+        everywhere = self.root.named_modules(remove_duplicate=False)
+        self.present = {module for name, module in everywhere if not f"{name}.".startswith(prefixes)}
+        for block in absent:
+            for name, _ in list(self.root.get_submodule(block).named_parameters(prefix=block, remove_duplicate=False)):
+                if self.root.get_submodule(name.rpartition(".")[0]) not in self.present:
                     self._hollow(name)
         for name, stages in self.block_stages.items():
             if not stages & here and name not in self.outside:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.parallel.cut import StageCut
+from lightning_hybrid.parallel.gradients import sum_gradients
 from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.narrow import shown_as
 from lightning_hybrid.parallel.reduction import Reduction
@@ -126,8 +127,15 @@ class Replicated:
 
     def finish(self) -> None:
         """Wait for the sums over the replicas."""
-        if self._reduction is not None and self._reduce:
+        if not self._reduce:
+            return
+        known = set[nn.Parameter]()
+        if self._reduction is not None:
             self._reduction.finish()
+            known.update(self._reduction.parameters)
+        # those that were frozen since the window began
+        others = [p for p in self._root.parameters() if p.requires_grad and p not in known]
+        sum_gradients(others, self._group, at_least=self._dtype)
 
     def abandon(self) -> None:
         """Watch no backward pass that may follow elsewhere."""

@@ -136,6 +136,7 @@ class Engine(Holdings):
         backwards = [(a.stage, a.micro_batch) for a in program if a.kind is Kind.BACKWARD]
         to_host = self.accumulation is not None
         self.data.begin(backwards, reduce=reduce or to_host, hold=not reduce)
+        self.note_trained()
         with self._surroundings():
             work = Work(
                 program, plans, self._forward(step, plans), seed, weight, self.data.before_backward, self._forget
@@ -145,11 +146,16 @@ class Engine(Holdings):
             except BaseException:
                 self.data.abandon()
                 raise
-        if reduce or to_host:
+        with self.thawed() if reduce or to_host else nullcontext():
+            self._sum(last=reduce)
+
+    def _sum(self, *, last: bool) -> None:
+        """Sum gradients after a batch, over the replicas and over whoever else has parts of them."""
+        if last or self.accumulation is not None:
             self.data.finish()
-        if self.accumulation is not None and not reduce:
+        if self.accumulation is not None and not last:
             self.accumulation.take(self.local_parameters())
-        if reduce:
+        if last:
             if self.accumulation is not None:
                 self.accumulation.give_back()
             self.sum_deferred_gradients()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -45,6 +46,7 @@ class Holdings:
         self.accumulation = HostAccumulation() if zero.accumulates_on_host else None
         self.reads = zero.watch(root, mesh)
         self._whole: dict[str, nn.Parameter] | None = None
+        self._trained = set[nn.Parameter]()  # those that may have got gradients in this window
 
     @property
     def is_partial(self) -> bool:
@@ -83,6 +85,23 @@ class Holdings:
         self.data.abandon()
         if self.accumulation is not None:
             self.accumulation.forget()
+
+    def note_trained(self) -> None:
+        """Learn which parameters a batch gives gradients to; some may be frozen before the window ends."""
+        self._trained.update(p for p in self.local_parameters() if p.requires_grad)
+
+    @contextmanager
+    def thawed(self) -> Iterator[None]:
+        """Context of a window's sums: what was frozen within the window has gradients too."""
+        frozen = [parameter for parameter in self._trained if not parameter.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+            self._trained.clear()
 
     def local_parameters(self) -> list[nn.Parameter]:
         """The parameters that are on this rank, in the model's order."""

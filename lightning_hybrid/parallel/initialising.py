@@ -6,24 +6,23 @@ or what was made before. So no rank has to hold what others need.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from lightning_hybrid.compat import (
-    TorchDispatchMode,
     copied_structure,
     private_reset,
     storage_key,
     weights_method,
-    written_tensors,
 )
 from lightning_hybrid.parallel.cut import ancestors_of
 from lightning_hybrid.parallel.streams import Streams
+from lightning_hybrid.parallel.writes import Apart, Writes
 
 WAY_OUT = (
     "Give the class a reset_parameters() that writes them, or build them on a real device: with torch.device('cpu')."
@@ -36,7 +35,8 @@ class Initialiser:
     A part is a block, or a module beside the blocks; the own tensors of a module that contains blocks are one too. In a
     part, children come first. A module with tensors to be made, its own or in it, runs `reset_parameters()`, as torch's
     layers have it, and then the `_init_weights(module)` of the nearest module around it that has one, as transformers'
-    models have it.
+    models have it. A module that contains blocks does so last, once in each part that it writes to, while everything
+    else is on the meta device; so it may write what it likes, and read no values.
 
     Args:
         root: The model, not yet cut, split or sharded. It is left alone: what is kept of it is its structure.
@@ -60,13 +60,18 @@ class Initialiser:
         self.parts = {name: _part_of(name.rpartition(".")[0], ancestors) for name in self.first.values()}
         self._modules: dict[str, list[tuple[str, nn.Module]]] = {part: [] for part in self.parts.values()}
         self._members: dict[str, list[tuple[str, nn.Module]]] = {part: [] for part in self.parts.values()}
-        for name, module in reversed(list(self._root.named_modules())):  # children before what contains them
+        modules = list(reversed(list(self._root.named_modules())))  # children before what contains them
+        for name, module in modules:
             part = _part_of(name, ancestors)
             if part in self._modules:
                 self._modules[part].append((name, module))
                 inside = own_tensors(module) if name in ancestors else named_tensors(module)
                 if any(id(tensor) not in real for _, tensor in inside):
                     self._members[part].append((name, module))
+        self._around = {module: name for name, module in modules if name in ancestors and list(module.children())}
+        for module, name in self._around.items():
+            for part in self._written_by(name, module) - {name}:
+                self._members[part].append((name, module))
         near = {id(t) for modules in self._modules.values() for _, m in modules for _, t in own_tensors(m)}
         self._real = {key: tensor for key, tensor in real.items() if key in near}  # initialisers may read them
 
@@ -85,8 +90,8 @@ class Initialiser:
                         "device: with torch.device('cpu')."
                     )
         for part in self._members:
-            before, writes = self._own(part), _Writes()
-            keys = {name: storage_key(tensor) for name, tensor in before.items()}
+            before, writes = self._within_reach(part), Writes()
+            keys = {name: storage_key(tensor) for name, tensor in before[part].items()}
             with torch.no_grad(), Streams(torch.device("cpu")), writes:
                 for name, module in self._members[part]:
                     try:
@@ -94,7 +99,7 @@ class Initialiser:
                     except Exception:  # it looks at values: whether it works is seen when they are made
                         writes.seen.update(storage_key(tensor) for _, tensor in named_tensors(module))
             after = self._own(part)
-            self._put(part, before)
+            self._put_back(before)
             replaced = {name for name, key in keys.items() if storage_key(after[name]) != key}
             missing = [n for n in self._made_by(part) if n not in replaced and keys[n] not in writes.seen]
             if missing:
@@ -111,21 +116,41 @@ class Initialiser:
         Returns:
             Whole tensors by their first names, of the types that the untouched model has.
         """
-        before = self._own(part)
-        memory = dict[int, Tensor]()
+        before, memory = self._within_reach(part), dict[int, Tensor]()
         with torch.inference_mode(False), torch.no_grad(), Streams(device) as streams:
-            for tensor in before.values():
+            for tensor in before[part].values():
                 if id(tensor) not in memory:
                     memory[id(tensor)] = _memory(tensor, self._real.get(id(tensor)), device)
-            self._put(part, {name: memory[id(tensor)] for name, tensor in before.items()})
+            self._put(part, {name: memory[id(tensor)] for name, tensor in before[part].items()})
             try:
                 for name, module in self._members[part]:
-                    streams.seed(seed, "initialise", name)
-                    self._initialise(name, module)
+                    is_around = module in self._around
+                    streams.seed(seed, "initialise", name, *([part] if is_around and part != name else []))
+                    with Apart(name, module) if is_around else nullcontext():
+                        self._initialise(name, module)
                 made = self._own(part)
                 return {name: made[name].detach().to(device) for name in self._made_by(part)}
             finally:
-                self._put(part, before)
+                self._put_back(before)
+
+    def _written_by(self, name: str, module: nn.Module) -> set[str]:
+        """The parts of which a module that contains blocks writes tensors.
+
+        Raises:
+            ValueError: If it reads values, so that it cannot be run for one part at a time.
+        """
+        before, writes = {part: self._own(part) for part in self._modules}, Writes()
+        keys = {part: {name: storage_key(t) for name, t in tensors.items()} for part, tensors in before.items()}
+        try:
+            with torch.no_grad(), Streams(torch.device("cpu")), writes, Apart(name, module):
+                self._initialise(name, module)
+            after = {part: {name: storage_key(t) for name, t in self._own(part).items()} for part in before}
+        finally:
+            self._put_back(before)
+        replaced = {
+            n for part, own in keys.items() for n, key in own.items() if key in writes.seen or after[part][n] != key
+        }
+        return {self.parts[self.first[n]] for n in replaced if n in self.first}
 
     def _initialise(self, name: str, module: nn.Module) -> None:
         reset: Any = getattr(module, "reset_parameters", None) or private_reset(module)
@@ -152,6 +177,15 @@ class Initialiser:
             for leaf, _ in own_tensors(module):
                 put(module, leaf, tensors[_dotted(name, leaf)])
 
+    def _within_reach(self, part: str) -> dict[str, dict[str, Tensor]]:
+        """What the initialisers of a part may replace: of each part in question, what its modules hold."""
+        is_wide = any(module in self._around for _, module in self._members[part])
+        return {other: self._own(other) for other in (self._modules if is_wide else [part])}
+
+    def _put_back(self, before: Mapping[str, Mapping[str, Tensor]]) -> None:
+        for part, tensors in before.items():
+            self._put(part, tensors)
+
     def _refuse(self, missing: list[str]) -> None:
         name = missing[0].rpartition(".")[0]
         kind = type(self._root.get_submodule(name)).__name__
@@ -160,21 +194,6 @@ class Initialiser:
             f"_init_weights(module) of a module around {name or 'it'} writes it. Without values are "
             f"{', '.join(missing[:5])} ({len(missing)} tensors). {WAY_OUT}"
         )
-
-
-class _Writes(TorchDispatchMode):
-    """Context that notes which memory is written to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = set[int]()
-
-    @override
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        self.seen.update(storage_key(tensor) for tensor in written_tensors(func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
 
 
 def named_tensors(root: nn.Module) -> list[tuple[str, Tensor]]:

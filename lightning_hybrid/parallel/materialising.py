@@ -163,5 +163,6 @@ def _fill_absent_buffers(cut: StageCut) -> None:
     """Blocks of other stages keep their buffers here, which nobody reads: zeros do."""
     absent = [f"{block}." for i, block in enumerate(cut.blocks) if cut.stage_of_block(i) not in cut.stages]
     for name, buffer in list(cut.root.named_buffers(remove_duplicate=False)):
-        if buffer.is_meta and any(name.startswith(block) for block in absent):
+        is_here = cut.root.get_submodule(name.rpartition(".")[0]) in cut.present  # by another name
+        if buffer.is_meta and not is_here and any(name.startswith(block) for block in absent):
             assign(cut.root, name, torch.zeros_like(buffer, device=cut.device))

@@ -47,7 +47,8 @@ def find_recorded(cut: StageCut, run: ProbeRun, snapshot: Snapshot) -> Recorded:
     """What the blocks of a stage set on the way.
 
     Raises:
-        RuntimeError: If a stage before the last leaves a value on a module outside its blocks or in a list or object.
+        RuntimeError: If a stage before the last leaves a value on a module outside its blocks or in a list or object,
+            or a stage writes a buffer that another one has too.
     """
     found, inside = Recorded(), set[int]()
     for position in run.blocks:
@@ -56,6 +57,7 @@ def find_recorded(cut: StageCut, run: ProbeRun, snapshot: Snapshot) -> Recorded:
             inside.add(id(module))
             found.attributes += [(name, attribute) for attribute, _ in snapshot.changed(module)]
             found.buffers += [(name, buffer) for buffer in snapshot.changed_buffers(module)]
+    _refuse_shared(cut, run, found.buffers)
     if not run.is_last:
         for name, module in cut.root.named_modules():
             if id(module) not in inside and not isinstance(module, Metric):
@@ -63,6 +65,18 @@ def find_recorded(cut: StageCut, run: ProbeRun, snapshot: Snapshot) -> Recorded:
                     if any(run.provenance.of(tensor) & LIVE for tensor in tensors_of(value)):
                         _refuse(cut, run, f"{(name + '.') if name else 'self.'}{attribute}")
     return found
+
+
+def _refuse_shared(cut: StageCut, run: ProbeRun, buffers: Iterable[tuple[str, str]]) -> None:
+    elsewhere = [block for position, block in enumerate(cut.blocks) if position not in run.blocks]
+    others = {module: block for block in elsewhere for module in cut.root.get_submodule(block).modules()}
+    for name, buffer in buffers:
+        other = others.get(cut.root.get_submodule(name))
+        if other is not None:
+            raise RuntimeError(
+                f"{name} writes its buffer {buffer} and is in {other} too, on another stage: each would go on from its "
+                "own values. Give each block a module of its own, or choose a partition with both in one stage."
+            )
 
 
 def written_buffers(cut: StageCut, run: ProbeRun, snapshot: Snapshot) -> set[str]:

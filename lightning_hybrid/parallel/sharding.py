@@ -25,12 +25,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_hybrid.compat import free_early, own_parameter
+from lightning_hybrid.compat import free_early
 from lightning_hybrid.parallel.aliasing import alias_shards
+from lightning_hybrid.parallel.calls import Calls
 from lightning_hybrid.parallel.data_parallel import Backwards, maxima
 from lightning_hybrid.parallel.gradients import make_buckets, sum_gradients
 from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.run import Result
+from lightning_hybrid.parallel.twins import Twins
 from lightning_hybrid.parallel.units import Unit, loose_parameters
 from lightning_hybrid.parallel.waiting import complete_waiting, drop_waiting, waiting_gradients
 from lightning_hybrid.parallel.wrappers import Bucket, Step, own_memory
@@ -79,8 +81,10 @@ class Sharded:
             offload_policy=policy,
         )
         self._units: list[tuple[Unit, Any]] = []
+        self._calls, self._twins = Calls(), Twins()
         for unit in units:
             module = root.get_submodule(unit.name)
+            self._calls.watch(module, len(self._units))
             if zero_stage == 3:
                 module.register_forward_hook(own_memory)
             self._units.append((unit, shard(module, ignored_params=set(loose.values()))))
@@ -98,11 +102,9 @@ class Sharded:
         present = dict(root.named_parameters())
         self.loose = [present[name] for name in loose]
         self.sharded = {name: p for name, p in present.items() if isinstance(p, DTensor)}
-        self._places = _places(root)
         self._present = set[str]()  # names of those that have got a gradient in this window
-        self._is_gathered = False
         self._order: list[tuple[int, int]] = []
-        self._reduce = self._hold = False
+        self._is_gathered = self._reduce = self._hold = False
         self._initialise(root)
         if zero_stage < 3 and not offload:
             for module in self.modules:
@@ -125,6 +127,8 @@ class Sharded:
         self._order, self._reduce, self._hold, self._index = list(backwards), reduce, hold, 0
         last = {stage: index for index, (stage, _) in enumerate(self._order)}
         self._last = [max(last.get(stage, -1) for stage in unit.stages) for unit, _ in self._units]
+        self._calls.clear()
+        self._twins.agree()
 
     def before_backward(self, stage: int, micro_batch: int) -> None:
         """Say of each unit whether this pass sums its gradients, and lets go of its parameters."""
@@ -140,18 +144,25 @@ class Sharded:
         self._root.set_is_last_backward(self._reduce and left == 0)
 
     def finish(self) -> None:
-        """Take back the zeros of parameters that no replica has used, and sum what is not sharded."""
+        """Take back the zeros of parameters that no replica has used, and sum what is not sharded.
+
+        Raises:
+            RuntimeError: If the replicas' steps called different units, and so mixed up their parameters.
+        """
         if not self._hold:
             for module in self.modules:
                 module.reshard()  # those that no backward pass has reached: the user may thaw their parameters now
-        if self._fills or self._reduce_dtype is not None:
-            trained = {name: p for name, p in self.sharded.items() if p.requires_grad}
-            present = [name in self._present for name in trained]
-            counts = torch.tensor(present, dtype=torch.int32, device=self._mesh.device)
-            dist.all_reduce(counts, group=self._mesh.data_group)
-            for parameter, replicas in zip(trained.values(), counts.tolist(), strict=True):
-                if not replicas:
-                    parameter.grad = None
+        trained = {name: p for name, p in self.sharded.items() if p.requires_grad}
+        mine = [*(name in self._present for name in trained), *self._calls.digest()]
+        counts = torch.tensor(mine, dtype=torch.int64, device=self._mesh.device)
+        dist.all_reduce(counts, group=self._mesh.data_group)
+        *present, total, squares = counts.tolist()
+        if self._zero_stage > 1:
+            self._calls.check([total, squares], self._mesh.data_group.size(), self._zero_stage)
+        has_zeros = self._fills or self._reduce_dtype is not None
+        for parameter, replicas in zip(trained.values(), present, strict=True):
+            if has_zeros and not replicas:
+                parameter.grad = None
         self._present.clear()
         sum_gradients([p for p in self.loose if p.requires_grad], self._mesh.data_group, at_least=self._reduce_dtype)
 
@@ -172,8 +183,7 @@ class Sharded:
 
     def held_parameters(self) -> list[nn.Parameter]:
         """All that may have gradients: the slices, and what modules show in their place while it is whole."""
-        shown = [own_parameter(module, name) for module, name in self._places]
-        return list(dict.fromkeys([*self.sharded.values(), *(p for p in shown if p is not None)]))
+        return [*self.sharded.values(), *self._twins.whole, *self.loose]
 
     def gather(self) -> None:
         """Make all parameters whole until `scatter`: forward passes then need no collective."""
@@ -268,16 +278,13 @@ class Sharded:
                 for name, parameter in root.named_parameters():
                     if name in self.sharded and not isinstance(parameter, DTensor) and parameter.requires_grad:
                         parameter.register_post_accumulate_grad_hook(partial(_note, self._present, name))
+                        self._twins.add(self.sharded[name], parameter)
                 module.reshard()
         for shard in frozen:
             shard.requires_grad_(False)
+        self._twins.agree()
 
 
 def _note(present: set[str], name: str, _: Tensor) -> None:
     """A hook; it knows no model, as Python's garbage collector does not look into hooks on tensors."""
     present.add(name)
-
-
-def _places(root: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Where parameters are, listed once: a walk through all modules, twice a step, shows in small models' times."""
-    return [(module, name) for module in root.modules() for name, _ in module.named_parameters(recurse=False)]

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_hybrid.parallel.cut import StageCut, ancestors_of, outside_modules
 
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # nobody calls them
 ONLY_STAGE = 0
 
 
@@ -55,6 +56,7 @@ def choose_units(
     if zero_stage == 1 and cut is None:
         return []
     users = Counter(id(p) for module in root.modules() for p in module.parameters(recurse=False))
+    users += _in_shared_modules(root, blocks)
 
     def is_whole(name: str) -> bool:
         """Whether it has parameters, and shares none: what others hold too must be in no unit."""
@@ -73,10 +75,20 @@ def choose_units(
     for name in outside_modules(root, ancestors_of(blocks), set(blocks)):
         calling = [ONLY_STAGE] if cut is None else [s for s in (callers or {}).get(name, ()) if s in cut.stages]
         inside = {id(parameter) for parameter in root.get_submodule(name).parameters()}
-        if calling and is_whole(name) and not taken & inside and _size(root, name) >= least:
+        is_called = not isinstance(root.get_submodule(name), CONTAINERS)
+        if calling and is_called and is_whole(name) and not taken & inside and _size(root, name) >= least:
             units.append(Unit(name, tuple(calling), is_block=False))
             taken |= inside
     return units
+
+
+def _in_shared_modules(root: nn.Module, blocks: Sequence[str]) -> Counter[int]:
+    """Identities of parameters in modules that are in several blocks, or in a block and beside the blocks."""
+    of_blocks = {root.get_submodule(name) for name in blocks}
+    beside = {root.get_submodule(name) for name in outside_modules(root, ancestors_of(blocks), set(blocks))}
+    holders = [*of_blocks, *(module for module in beside if of_blocks.isdisjoint(module.modules()))]
+    numbers = Counter(module for holder in holders for module in holder.modules())
+    return Counter(id(p) for module, number in numbers.items() if number > 1 for p in module.parameters(recurse=False))
 
 
 def loose_parameters(root: nn.Module, main: torch.dtype | None = None) -> dict[str, nn.Parameter]:
@@ -94,7 +106,7 @@ def loose_parameters(root: nn.Module, main: torch.dtype | None = None) -> dict[s
     return {
         name: p
         for name, p in root.named_parameters()
-        if p.ndim == 0 or not p.is_contiguous() or (_may_train(p) and p.dtype != main)
+        if p.ndim == 0 or p.numel() == 0 or not p.is_contiguous() or (_may_train(p) and p.dtype != main)
     }
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_hybrid.compat import sharded_records
+from lightning_hybrid.compat import drop_partial_sums, sharded_records
 
 
 def waiting_gradients(modules: Iterable[FSDPModule]) -> list[Tensor]:
@@ -30,7 +30,8 @@ def complete_waiting(module: FSDPModule, dtype: torch.dtype) -> None:
 
 
 def drop_waiting(modules: Iterable[FSDPModule]) -> None:
-    """Forget them."""
+    """Forget them, and what is summed over a part of the replicas only."""
     for module in modules:
+        drop_partial_sums(module)
         for parameter in sharded_records(module):
             parameter.unsharded_accumulated_grad = None

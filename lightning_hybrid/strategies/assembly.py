@@ -172,6 +172,8 @@ def assemble(
     _broadcast_whole(module, mesh.device)
     keys = state_keys(module)
     zero = _zero(module, options, ground)  # a decision about the whole model
+    if groups is not None and zero.shards(mesh) and module.automatic_optimization:
+        groups.check_unmixed(module, torch.float32 if zero.param_dtype else None)
     _warn_of_batch_norm(module, mesh, options["num_microbatches"])
     tensor = _split(module, options, ground) if mesh.layout.tensor > 1 else None
     cut = None

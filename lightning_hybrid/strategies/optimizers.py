@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.parallel.shards import shard_like
+from lightning_hybrid.parallel.units import loose_parameters
 
 
 class ParameterGroups:
@@ -39,6 +41,29 @@ class ParameterGroups:
         ]
         self.given = [[group.get("param_names") for group in optimizer.param_groups] for optimizer in optimizers]
         self._held = [[list(names) for names in groups] for groups in self.names]
+
+    def check_unmixed(self, module: nn.Module, main: torch.dtype | None) -> None:
+        """Refuse groups that a step over many tensors at once could not work on: some are going to be sharded.
+
+        Args:
+            module: The whole model.
+            main: Type of what is going to be sharded; None for the one that most parameters have.
+
+        Raises:
+            ValueError: Naming the parameters that stay whole.
+        """
+        loose = loose_parameters(module, main)
+        for optimizer, groups in zip(self._optimizers, self.names, strict=True):
+            for group, names in zip(optimizer.param_groups, groups, strict=True):
+                whole = [name for name in names if name in loose]
+                option = next((name for name in ("fused", "foreach") if group.get(name)), None)
+                if option is not None and 0 < len(whole) < len(names):
+                    raise ValueError(
+                        f"{type(optimizer).__name__}({option}=True) has {', '.join(whole[:5])} ({len(whole)} in all) "
+                        "in one group with parameters that are sharded. They stay whole, because they are scalars, "
+                        "empty, not contiguous or of a second type, and torch cannot mix the two in one call. Give "
+                        f"them a group of their own, or leave {option} out."
+                    )
 
     def keep(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Reduce each group to the given parameters, and take their present objects: sharding has replaced some."""

@@ -156,7 +156,7 @@ class Around(nn.Module):
         self.model = Convention()
 
     def _init_weights(self, module):
-        raise AssertionError
+        assert module is self
 
 
 def test_the_nearest_module_with_init_weights_has_the_last_word():
@@ -239,3 +239,66 @@ def test_what_nothing_initialises_is_refused_by_name(kind, words):
 
 def test_an_initialiser_that_looks_at_values_is_trusted():
     assert (values(initialiser(on_meta(Looks), ()))["table"] == 3).all()
+
+
+class Whole(nn.Module):
+    """As `nn.Transformer` does, it initialises all that is in it; it also replaces a parameter of each block."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Shifted() for _ in range(3)), nn.Linear(WIDTH, 2)
+
+    def _reset_parameters(self):
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                nn.init.uniform_(parameter, 5.0, 6.0)
+        for block in self.blocks:
+            block.shift = nn.Parameter(torch.full_like(block.shift, 7.0))
+
+
+def test_a_module_around_the_blocks_has_the_last_word_in_each_part():
+    names = [f"blocks.{i}" for i in range(3)]
+    root = on_meta(Whole)
+    made = initialiser(root, names)
+    found = values(made)
+    for name in ("blocks.0.inner.weight", "blocks.1.inner.weight", "head.weight"):
+        assert 5 <= found[name].min() < found[name].max() <= 6
+    assert (found["blocks.2.shift"] == 7).all()
+    assert 0 < found["head.bias"].abs().max() < 1  # by the layer itself
+    assert not torch.equal(found["blocks.0.inner.weight"], found["blocks.1.inner.weight"])
+    again = values(initialiser(root, names), parts=["head", *reversed(names)])
+    assert all(torch.equal(again[name], tensor) for name, tensor in found.items())
+    assert all(parameter.is_meta for parameter in root.parameters())
+
+
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Transformer(WIDTH, 2, 2, 2, 16, batch_first=True)
+
+
+def test_torchs_transformer_starts_as_it_does_when_built_at_once():
+    blocks = [f"inner.{side}.layers.{i}" for side in ("encoder", "decoder") for i in range(2)]
+    found, eager = values(initialiser(on_meta(Transformer), blocks)), Transformer().state_dict()
+    assert found.keys() == eager.keys()
+    for name, tensor in ((name, tensor) for name, tensor in found.items() if tensor.ndim > 1):
+        assert tensor.abs().max().item() == pytest.approx(eager[name].abs().max().item(), rel=0.15), name
+
+
+class Copies(Whole):
+    def _reset_parameters(self):
+        super()._reset_parameters()
+        self.head.weight.mul_(self.blocks[0].shift[:2, None])
+
+
+class Decides(Whole):
+    def _reset_parameters(self):
+        if self.head.weight.sum() > 0:
+            nn.init.zeros_(self.head.weight)
+
+
+@pytest.mark.parametrize("kind", [Copies, Decides])
+def test_a_module_around_the_blocks_that_reads_other_parts_is_refused(kind):
+    """A product with what has no values would leave a tensor as it is, without an error."""
+    with pytest.raises(ValueError, match=rf"the model \({kind.__name__}\) contains blocks.*once for each part.*'cpu'"):
+        values(initialiser(on_meta(kind)))
