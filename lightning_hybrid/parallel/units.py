@@ -86,8 +86,9 @@ def _in_shared_modules(root: nn.Module, blocks: Sequence[str]) -> Counter[int]:
     """Identities of parameters in modules that are in several blocks, or in a block and beside the blocks."""
     of_blocks = {root.get_submodule(name) for name in blocks}
     beside = {root.get_submodule(name) for name in outside_modules(root, ancestors_of(blocks), set(blocks))}
-    holders = [*of_blocks, *(module for module in beside if of_blocks.isdisjoint(module.modules()))]
-    numbers = Counter(module for holder in holders for module in holder.modules())
+    beside = {module for module in beside if of_blocks.isdisjoint(module.modules())}
+    numbers = Counter(module for block in of_blocks for module in block.modules())
+    numbers.update({inner for module in beside for inner in module.modules()})
     return Counter(id(p) for module, number in numbers.items() if number > 1 for p in module.parameters(recurse=False))
 
 

@@ -17,7 +17,8 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4)])
         self.tied = nn.Linear(4, 4)
         self.tied.weight = self.blocks[3].weight
-        self.decoder = nn.ModuleDict({"embed": self.embed})  # the same module again
+        self.decoder = nn.ModuleDict({"embed": self.embed})  # the same module again, in what nobody calls
+        self.wrapped = nn.Sequential(self.embed)  # and in what may be called
 
 
 def names(units):
@@ -36,7 +37,15 @@ def test_stage_3_has_units_of_large_modules_beside_the_blocks():
     beside = choose_units(Model(), None, BLOCKS, zero_stage=3)[2:]
     assert beside == [Unit("embed", (0,), is_block=False), Unit("head", (0,), is_block=False)]
     others = choose_units(Model(), None, BLOCKS, zero_stage=3, excluded={"embed", "head"})[2:]
-    assert names(others) == ["decoder"]  # if it is what the model calls
+    assert names(others) == ["wrapped"]  # if it is what the model calls
+
+
+def test_what_holds_a_module_that_blocks_share_is_no_unit():
+    model = Model()
+    model.blocks[0], model.blocks[2] = (nn.Sequential(nn.Linear(4, 4), model.norm) for _ in range(2))
+    assert choose_units(model, None, BLOCKS, zero_stage=2) == []
+    model.blocks[0], model.blocks[2] = nn.Sequential(nn.Linear(4, 4), model.norm), nn.Linear(4, 4)
+    assert names(choose_units(model, None, BLOCKS, zero_stage=2)) == ["blocks.2"], "it is beside the blocks too"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
