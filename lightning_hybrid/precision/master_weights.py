@@ -24,7 +24,6 @@ class MasterWeights(Precision):
 
     Attributes:
         compute_dtype: Type of the copies, and of matrix products.
-        loss_scale: What losses are multiplied by; 1.
         is_skipped: Whether the last step was skipped; never.
 
     Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.1.
