@@ -3,6 +3,7 @@
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities import grad_norm
 from torch.testing import assert_close
 
 from tests.launch import run_trainers
@@ -120,3 +121,24 @@ def test_norms_of_the_whole_model_can_be_logged():
                 assert seen == pytest.approx(expected[0], rel=1e-9)
                 assert last == pytest.approx(expected[1], rel=1e-9)
                 assert dtype == torch.float64
+
+
+class ByLightning(Odd):
+    """Logs what Lightning's documentation shows."""
+
+    def on_before_optimizer_step(self, optimizer):
+        self.log_dict(grad_norm(self, 2))
+
+
+def by_lightning(stages, data):
+    train = loader(2 * BATCH, BATCH, data)
+    trainers = [fit(ByLightning(), train, hybrid(1, microbatches=1, zero_stage=stage)) for stage in stages]
+    return [{name: float(value) for name, value in trainer.logged_metrics.items()} for trainer in trainers]
+
+
+@pytest.mark.filterwarnings("ignore:on_before_optimizer_step takes a norm")
+def test_lightnings_norms_are_those_of_whole_gradients_where_they_are_sharded():
+    (expected,) = run_trainers(1, by_lightning, [0], 1)[0]
+    assert expected["grad_2.0_norm_total"] > 0
+    for rank in run_trainers(2, by_lightning, [1, 2, 3], 2):
+        assert all(found == pytest.approx(expected, rel=1e-6) for found in rank)  # float32 in the total

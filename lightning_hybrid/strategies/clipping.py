@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
@@ -21,6 +22,9 @@ NORMS = frozenset({"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_n
 
 class NormWatch(TorchFunctionMode):
     """Context that warns, once, where a hook takes a norm: of gradients it would cover this rank's parameters only.
+
+    `norm` of a sharded gradient is that of all its shards, as a plain tensor: `lightning.pytorch.utilities.grad_norm`
+    makes numbers of it.
 
     Attributes:
         hook: Name of the hook that runs.
@@ -39,7 +43,8 @@ class NormWatch(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if getattr(func, "__name__", "") in NORMS and not self.paused and not self._has_warned:
+        name = getattr(func, "__name__", "")
+        if name in NORMS and not self.paused and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"{self.hook} takes a norm. If it is one of gradients, it covers the parameters of this rank alone, "
@@ -47,7 +52,8 @@ class NormWatch(TorchFunctionMode):
                 "every parameter once, and log self.trainer.strategy.gradient_norm(optimizer).",
                 stacklevel=2,
             )
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        return result.full_tensor() if name == "norm" and isinstance(result, DTensor) else result
 
 
 class Clipping:
