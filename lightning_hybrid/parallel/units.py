@@ -93,7 +93,7 @@ def _in_shared_modules(root: nn.Module, blocks: Sequence[str]) -> Counter[int]:
 
 
 def loose_parameters(root: nn.Module, main: torch.dtype | None = None) -> dict[str, nn.Parameter]:
-    """What `fully_shard` cannot slice, or not together with the rest: scalars, odd strides, a second type.
+    """What `fully_shard` cannot slice, or not together with the rest: scalars, no elements, odd strides, a second type.
 
     Args:
         root: The model.
