@@ -27,7 +27,7 @@ from lightning_hybrid.compat import sharded_records
 from lightning_hybrid.functional.memory import zero_state_bytes
 from lightning_hybrid.functional.traffic import zero_bytes
 from lightning_hybrid.parallel.gradients import BUCKET_BYTES, local
-from lightning_hybrid.parallel.traffic import Counts, Traffic
+from lightning_hybrid.parallel.ledgers.traffic import Counts, Traffic
 
 NUM_RANKS, NUM_MICROBATCHES = 2, 2
 BATCHES = list(torch.randint(256, (3, 4, 129), generator=torch.Generator().manual_seed(0)))

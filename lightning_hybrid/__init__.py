@@ -7,7 +7,7 @@ from functools import partial
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_hybrid.parallel.auxiliary import add_auxiliary_loss
+from lightning_hybrid.parallel.pipeline.auxiliary import add_auxiliary_loss
 from lightning_hybrid.precision import FP16MasterWeights, MasterWeights
 from lightning_hybrid.strategies import precisions
 from lightning_hybrid.strategies.costs import measure_costs

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_hybrid.parallel import watch
+from lightning_hybrid.parallel.failures import watch
 from tests.launch import _context, _free_port
 from tests.small import Small, hybrid, samples
 

@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid import add_auxiliary_loss
-from lightning_hybrid.parallel.microbatch import split_sizes
+from lightning_hybrid.parallel.pipeline.microbatch import split_sizes
 from tests.launch import run_trainers
 from tests.small import LAYOUTS, Block, Small, fit, hybrid, loader, weights
 

@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from lightning_hybrid.compat import storage_key
 from lightning_hybrid.parallel.engine import Engine
-from lightning_hybrid.parallel.initialising import Initialiser
+from lightning_hybrid.parallel.meta.initialising import Initialiser
 from tests.launch import run_trainers
 from tests.small import WIDTH as FEATURES
 from tests.small import Small, fit, hybrid, loader

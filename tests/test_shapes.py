@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from examples.gpt import GPT
-from lightning_hybrid.parallel import planner
+from lightning_hybrid.parallel.pipeline import planner
 from tests.launch import run_trainers
 from tests.small import fit, hybrid, trainer_of, weights
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from examples.gpt import GPT
 from lightning_hybrid.callbacks import CommunicationLedger, MemoryLedger
 from lightning_hybrid.functional.traffic import ring_bytes
-from lightning_hybrid.parallel.traffic import Traffic
+from lightning_hybrid.parallel.ledgers.traffic import Traffic
 from tests.launch import run_trainers
 from tests.small import hybrid, trainer_of
 

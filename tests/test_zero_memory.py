@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader
 
 from lightning_hybrid.callbacks import CommunicationLedger
 from lightning_hybrid.compat import sharded_records
-from lightning_hybrid.parallel import gradients, planner, reduction
+from lightning_hybrid.parallel import gradients, reduction
+from lightning_hybrid.parallel.pipeline import planner
 from tests.launch import run_trainers
 from tests.small import WIDTH, Small, fit, hybrid, loader, weights
 

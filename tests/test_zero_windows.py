@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing import assert_close
 
-from lightning_hybrid.parallel.calls import Calls
+from lightning_hybrid.parallel.zero.calls import Calls
 from tests.launch import run_trainers
 from tests.small import fit, hybrid, loader, trainer_of, weights
 from tests.test_zero import BATCH, BATCHES, Model

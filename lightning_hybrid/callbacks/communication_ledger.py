@@ -10,7 +10,7 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_hybrid.callbacks.reports import is_logging_step, log_bytes, show
-from lightning_hybrid.parallel.traffic import Counts, TrafficCounter, accumulate, over_ranks, sums
+from lightning_hybrid.parallel.ledgers.traffic import Counts, TrafficCounter, accumulate, over_ranks, sums
 
 
 class CommunicationLedger(Callback):

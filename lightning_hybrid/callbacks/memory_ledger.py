@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from lightning_hybrid.callbacks.reports import is_logging_step, log_bytes, show
 from lightning_hybrid.functional.memory import sum_by_module
-from lightning_hybrid.parallel.memory import Memory, MemoryMeter
-from lightning_hybrid.parallel.traffic import over_ranks
+from lightning_hybrid.parallel.ledgers.memory import Memory, MemoryMeter
+from lightning_hybrid.parallel.ledgers.traffic import over_ranks
 
 
 class MemoryLedger(Callback):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from lightning_hybrid.parallel.blocks import block_names, find_block_lists
+from lightning_hybrid.parallel.pipeline.blocks import block_names, find_block_lists
 from lightning_hybrid.parallel.tensor.plan import make_plan, plan_table
 
 KEYWORDS = ("tensor_parallel_size", "tensor_parallel_plan", "sequence_parallel")

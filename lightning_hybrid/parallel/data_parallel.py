@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.parallel.cut import StageCut
 from lightning_hybrid.parallel.gradients import sum_gradients
 from lightning_hybrid.parallel.mesh import Mesh
-from lightning_hybrid.parallel.narrow import shown_as
+from lightning_hybrid.parallel.pipeline.cut import StageCut
+from lightning_hybrid.parallel.pipeline.run import Result
 from lightning_hybrid.parallel.reduction import Reduction
-from lightning_hybrid.parallel.run import Result
+from lightning_hybrid.parallel.zero.narrow import shown_as
 
 Backwards = Iterable[tuple[int, int]]
 """(stage, micro-batch) of a step's backward passes on one rank, in order."""

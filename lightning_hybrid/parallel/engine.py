@@ -12,19 +12,19 @@ from torch import Tensor, nn
 
 from lightning_hybrid.functional.lowering import lower
 from lightning_hybrid.functional.schedules import Kind, choose, forward_only
-from lightning_hybrid.parallel.cut import StageCut
 from lightning_hybrid.parallel.data_parallel import broadcast_buffers
-from lightning_hybrid.parallel.executor import Event, Executor, Step, Work
 from lightning_hybrid.parallel.holdings import Holdings
 from lightning_hybrid.parallel.mesh import Mesh
-from lightning_hybrid.parallel.ownership import Ownership
-from lightning_hybrid.parallel.plan import Plan
-from lightning_hybrid.parallel.planner import Planner
-from lightning_hybrid.parallel.probe_run import ProbeRun
-from lightning_hybrid.parallel.run import Result, StageRun
+from lightning_hybrid.parallel.pipeline.cut import StageCut
+from lightning_hybrid.parallel.pipeline.executor import Event, Executor, Step, Work
+from lightning_hybrid.parallel.pipeline.ownership import Ownership
+from lightning_hybrid.parallel.pipeline.plan import Plan
+from lightning_hybrid.parallel.pipeline.planner import Planner
+from lightning_hybrid.parallel.pipeline.probe_run import ProbeRun
+from lightning_hybrid.parallel.pipeline.run import Result, StageRun
 from lightning_hybrid.parallel.streams import Streams
 from lightning_hybrid.parallel.tensor.parallel import TensorParallel
-from lightning_hybrid.parallel.zero import Zero, dry_run
+from lightning_hybrid.parallel.zero.zero import Zero, dry_run
 
 
 class Engine(Holdings):

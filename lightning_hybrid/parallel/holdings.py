@@ -8,16 +8,16 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from lightning_hybrid.parallel.accumulation import HostAccumulation
-from lightning_hybrid.parallel.cut import StageCut
 from lightning_hybrid.parallel.data_parallel import DataParallel
 from lightning_hybrid.parallel.gradients import sum_gradients, take_gradients
 from lightning_hybrid.parallel.mesh import Mesh
-from lightning_hybrid.parallel.ownership import Ownership, settle
-from lightning_hybrid.parallel.plan import Needs
-from lightning_hybrid.parallel.sharding import Sharded
+from lightning_hybrid.parallel.pipeline.cut import StageCut
+from lightning_hybrid.parallel.pipeline.ownership import Ownership, settle
+from lightning_hybrid.parallel.pipeline.plan import Needs
 from lightning_hybrid.parallel.tensor.parallel import TensorParallel
-from lightning_hybrid.parallel.zero import Zero
+from lightning_hybrid.parallel.zero.accumulation import HostAccumulation
+from lightning_hybrid.parallel.zero.sharding import Sharded
+from lightning_hybrid.parallel.zero.zero import Zero
 
 
 class Holdings:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import torch
 
-from lightning_hybrid.parallel.gates import fork_random_streams, seed_random_streams
+from lightning_hybrid.parallel.pipeline.gates import fork_random_streams, seed_random_streams
 
 
 def derived_seed(*parts: object) -> int:

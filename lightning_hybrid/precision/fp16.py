@@ -19,7 +19,7 @@ from lightning_hybrid.functional.loss_scale import ScaleRule, ScaleState, next_s
 from lightning_hybrid.functional.trees import leaves_of
 from lightning_hybrid.parallel.data_parallel import maxima
 from lightning_hybrid.parallel.gradients import local
-from lightning_hybrid.parallel.microbatch import batch_size
+from lightning_hybrid.parallel.pipeline.microbatch import batch_size
 from lightning_hybrid.precision.master_weights import MasterWeights
 
 MAX_SKIPPED = 100  # steps in a row, with a scale that does not move

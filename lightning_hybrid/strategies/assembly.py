@@ -16,18 +16,18 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.parallel.cut import StageCut
+from lightning_hybrid.parallel.checkpoint.loading import load_model_state, load_optimizer_state
+from lightning_hybrid.parallel.checkpoint.saving import gather_model_state, gather_optimizer_state, state_keys
 from lightning_hybrid.parallel.data_parallel import broadcast_value
 from lightning_hybrid.parallel.engine import Engine
-from lightning_hybrid.parallel.loading import load_model_state, load_optimizer_state
-from lightning_hybrid.parallel.materialising import Materialiser, without_meta
 from lightning_hybrid.parallel.mesh import Mesh
-from lightning_hybrid.parallel.saving import gather_model_state, gather_optimizer_state, state_keys
-from lightning_hybrid.parallel.streaming import Streaming
+from lightning_hybrid.parallel.meta.materialising import Materialiser, without_meta
+from lightning_hybrid.parallel.meta.streaming import Streaming
+from lightning_hybrid.parallel.pipeline.cut import StageCut
 from lightning_hybrid.parallel.tensor.axis import TensorAxis
 from lightning_hybrid.parallel.tensor.install import install
 from lightning_hybrid.parallel.tensor.parallel import TensorParallel, refuse_outside_steps
-from lightning_hybrid.parallel.zero import Zero, reduction_dtype
+from lightning_hybrid.parallel.zero.zero import Zero, reduction_dtype
 from lightning_hybrid.strategies.clipping import Clipping
 from lightning_hybrid.strategies.hooks import SharedHooks
 from lightning_hybrid.strategies.metric_objects import MetricObjects, compute_metrics_together

@@ -22,8 +22,8 @@ from torch import nn
 from torch.optim import LBFGS, Adafactor, Muon, Optimizer
 
 from lightning_hybrid.compat import sync_batchnorm
-from lightning_hybrid.parallel.blocks import block_names, find_block_lists
 from lightning_hybrid.parallel.mesh import Layout
+from lightning_hybrid.parallel.pipeline.blocks import block_names, find_block_lists
 from lightning_hybrid.parallel.tensor.assignment import STYLES
 from lightning_hybrid.parallel.tensor.install import SHOWN
 from lightning_hybrid.parallel.tensor.plan import make_plan

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from lightning_hybrid.compat import OptimizedModule, is_compiled, is_compiled_function
-from lightning_hybrid.parallel.cut import ancestors_of
+from lightning_hybrid.parallel.pipeline.cut import ancestors_of
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 

@@ -13,12 +13,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_hybrid.functional.trees import leaves_of
-from lightning_hybrid.parallel.blocks import block_names, find_block_lists
-from lightning_hybrid.parallel.cut import ancestors_of, outside_modules
-from lightning_hybrid.parallel.gates import GATE, Gate, GateKeeper, add_gate, remove_gate
 from lightning_hybrid.parallel.gradients import install_gradients, take_gradients
-from lightning_hybrid.parallel.materialising import initialised
-from lightning_hybrid.parallel.snapshot import Snapshot
+from lightning_hybrid.parallel.meta.materialising import initialised
+from lightning_hybrid.parallel.pipeline.blocks import block_names, find_block_lists
+from lightning_hybrid.parallel.pipeline.cut import ancestors_of, outside_modules
+from lightning_hybrid.parallel.pipeline.gates import GATE, Gate, GateKeeper, add_gate, remove_gate
+from lightning_hybrid.parallel.pipeline.snapshot import Snapshot
 from lightning_hybrid.strategies.losses import loss_of
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
-from lightning_hybrid.parallel.failure import Failure, is_communication_error
-from lightning_hybrid.parallel.watch import Watch
+from lightning_hybrid.parallel.failures.failure import Failure, is_communication_error
+from lightning_hybrid.parallel.failures.watch import Watch
 from lightning_hybrid.strategies import steps
 
 PATIENCE = 3.0  # seconds in which the rank that failed first is heard of after a line to it broke

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from lightning_hybrid.functional.trees import map_leaves
 from lightning_hybrid.parallel.engine import Engine
-from lightning_hybrid.parallel.frozen import CONTAINERS, SIMPLE, Frozen
-from lightning_hybrid.parallel.snapshot import plain_attributes
+from lightning_hybrid.parallel.pipeline.frozen import CONTAINERS, SIMPLE, Frozen
+from lightning_hybrid.parallel.pipeline.snapshot import plain_attributes
 from lightning_hybrid.parallel.tensor.parallel import whole_tree
 from lightning_hybrid.strategies.clipping import NormWatch
 from lightning_hybrid.strategies.records import Exchange, Recorder, replay

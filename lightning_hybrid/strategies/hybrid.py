@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hybrid.parallel.executor import Event
+from lightning_hybrid.parallel.pipeline.executor import Event
 from lightning_hybrid.strategies import checks
 from lightning_hybrid.strategies.assembly import assemble
 from lightning_hybrid.strategies.evaluation import next_epoch

@@ -15,8 +15,8 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_hybrid.compat import cached_value, set_cached_value, set_step_value
 from lightning_hybrid.functional.trees import map_leaves
-from lightning_hybrid.parallel.gates import GateKeeper
 from lightning_hybrid.parallel.mesh import Mesh
+from lightning_hybrid.parallel.pipeline.gates import GateKeeper
 from lightning_hybrid.parallel.tensor.parallel import whole_tree
 from lightning_hybrid.strategies.records import Key
 

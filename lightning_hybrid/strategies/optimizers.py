@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.parallel.shards import shard_like
-from lightning_hybrid.parallel.units import loose_parameters
+from lightning_hybrid.parallel.zero.shards import shard_like
+from lightning_hybrid.parallel.zero.units import loose_parameters
 
 
 class ParameterGroups:

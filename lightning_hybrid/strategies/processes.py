@@ -19,9 +19,9 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hybrid.parallel.hub import Hub
+from lightning_hybrid.parallel.failures.hub import Hub
+from lightning_hybrid.parallel.failures.watch import Watch, end_process
 from lightning_hybrid.parallel.tensor.parallel import whole_tree
-from lightning_hybrid.parallel.watch import Watch, end_process
 from lightning_hybrid.strategies.checks import check_before_launch
 from lightning_hybrid.strategies.failures import Saving, judge
 from lightning_hybrid.strategies.files import WholeFiles

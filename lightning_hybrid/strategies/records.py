@@ -19,7 +19,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_hybrid.compat import all_gather_flat
-from lightning_hybrid.parallel.gates import GateKeeper
+from lightning_hybrid.parallel.pipeline.gates import GateKeeper
 
 REDUCTIONS: dict[Any, str] = {
     "mean": "mean", "avg": "mean", torch.mean: "mean", "sum": "sum", torch.sum: "sum",

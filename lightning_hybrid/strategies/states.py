@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hybrid.parallel.materialising import initialise_whole
+from lightning_hybrid.parallel.meta.materialising import initialise_whole
 from lightning_hybrid.strategies.assembly import Assembly
 from lightning_hybrid.strategies.evaluation import Evaluation
 from lightning_hybrid.strategies.precisions import Masters, ours

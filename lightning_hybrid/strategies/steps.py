@@ -14,9 +14,15 @@ from torch import Tensor
 
 from lightning_hybrid.functional.schedules import usable_microbatches
 from lightning_hybrid.parallel.engine import Engine
-from lightning_hybrid.parallel.executor import Step
 from lightning_hybrid.parallel.gradients import divide_gradients
-from lightning_hybrid.parallel.microbatch import batch_size, check_even, check_visible, split_batch, structure_key
+from lightning_hybrid.parallel.pipeline.executor import Step
+from lightning_hybrid.parallel.pipeline.microbatch import (
+    batch_size,
+    check_even,
+    check_visible,
+    split_batch,
+    structure_key,
+)
 from lightning_hybrid.parallel.tensor.parallel import whole_tree
 from lightning_hybrid.strategies.loaders import check_same_batch
 from lightning_hybrid.strategies.losses import (

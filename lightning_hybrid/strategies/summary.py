@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary
 
-from lightning_hybrid.parallel.initialising import has_meta
+from lightning_hybrid.parallel.meta.initialising import has_meta
 
 
 class SummaryBeforeCut:

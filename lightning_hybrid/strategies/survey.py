@@ -17,10 +17,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_hybrid.functional.partition import runs
-from lightning_hybrid.parallel.blocks import block_names, find_block_lists
-from lightning_hybrid.parallel.gates import GATE
-from lightning_hybrid.parallel.initialising import Initialiser, has_meta
 from lightning_hybrid.parallel.mesh import Layout, Mesh
+from lightning_hybrid.parallel.meta.initialising import Initialiser, has_meta
+from lightning_hybrid.parallel.pipeline.blocks import block_names, find_block_lists
+from lightning_hybrid.parallel.pipeline.gates import GATE
 from lightning_hybrid.parallel.streams import derived_seed
 from lightning_hybrid.parallel.tensor.assignment import Assignment
 from lightning_hybrid.parallel.tensor.plan import make_plan, plan_table

@@ -12,7 +12,7 @@ from lightning_hybrid.compat import is_accumulating
 from lightning_hybrid.parallel.engine import Engine
 from lightning_hybrid.parallel.gradients import average_gradients, install_gradients, take_gradients
 from lightning_hybrid.parallel.mesh import Mesh
-from lightning_hybrid.parallel.microbatch import batch_size
+from lightning_hybrid.parallel.pipeline.microbatch import batch_size
 from lightning_hybrid.strategies.assembly import Assembly
 from lightning_hybrid.strategies.losses import Shares, Turn
 from lightning_hybrid.strategies.precisions import Masters

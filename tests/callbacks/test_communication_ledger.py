@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_hybrid.callbacks import CommunicationLedger, MemoryLedger
 from lightning_hybrid.functional.traffic import pipeline_bytes, ring_bytes
-from lightning_hybrid.parallel.traffic import Row, Traffic
+from lightning_hybrid.parallel.ledgers.traffic import Row, Traffic
 from tests.launch import run_trainers
 from tests.small import WIDTH, Small, fit, hybrid, loader, trainer_of, weights
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hybrid.functional.joining import interleave, join
-from lightning_hybrid.parallel.microbatch import split_batch
+from lightning_hybrid.parallel.pipeline.microbatch import split_batch
 
 Pair = namedtuple("Pair", "a b")
 

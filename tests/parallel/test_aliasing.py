@@ -6,8 +6,8 @@ from torch import nn
 from lightning_hybrid.compat import local_part, shard_memory, sharded_records
 from lightning_hybrid.parallel.gradients import local
 from lightning_hybrid.parallel.mesh import Layout, Mesh
-from lightning_hybrid.parallel.run import Result
-from lightning_hybrid.parallel.sharding import Sharded
+from lightning_hybrid.parallel.pipeline.run import Result
+from lightning_hybrid.parallel.zero.sharding import Sharded
 from tests.launch import run_ranks, run_trainers
 from tests.small import Small, fit, hybrid, loader, weights
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hybrid import add_auxiliary_loss
-from lightning_hybrid.parallel.auxiliary import auxiliary_listener, auxiliary_weight
+from lightning_hybrid.parallel.pipeline.auxiliary import auxiliary_listener, auxiliary_weight
 
 
 def leaf(*values):

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_hybrid.parallel.blocks import block_names, find_block_lists, num_parameters
+from lightning_hybrid.parallel.pipeline.blocks import block_names, find_block_lists, num_parameters
 
 
 def linear(width=2):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_hybrid.parallel.cut import StageCut, ancestors_of, outside_modules
+from lightning_hybrid.parallel.pipeline.cut import StageCut, ancestors_of, outside_modules
 
 CPU = torch.device("cpu")
 

@@ -3,13 +3,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_hybrid.parallel.cut import StageCut
 from lightning_hybrid.parallel.data_parallel import Replicated
 from lightning_hybrid.parallel.gradients import local
 from lightning_hybrid.parallel.mesh import Layout, Mesh
-from lightning_hybrid.parallel.run import Result
-from lightning_hybrid.parallel.sharding import Sharded
-from lightning_hybrid.parallel.units import choose_units
+from lightning_hybrid.parallel.pipeline.cut import StageCut
+from lightning_hybrid.parallel.pipeline.run import Result
+from lightning_hybrid.parallel.zero.sharding import Sharded
+from lightning_hybrid.parallel.zero.units import choose_units
 from tests.launch import run_ranks
 
 CPU = torch.device("cpu")

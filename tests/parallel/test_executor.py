@@ -7,10 +7,10 @@ import torch
 from lightning_hybrid import add_auxiliary_loss
 from lightning_hybrid.functional.lowering import lower
 from lightning_hybrid.functional.schedules import Kind, choose, forward_only
-from lightning_hybrid.parallel.executor import Executor, Work
 from lightning_hybrid.parallel.mesh import Layout, Mesh
-from lightning_hybrid.parallel.plan import Plan, TensorSpec
-from lightning_hybrid.parallel.run import Result
+from lightning_hybrid.parallel.pipeline.executor import Executor, Work
+from lightning_hybrid.parallel.pipeline.plan import Plan, TensorSpec
+from lightning_hybrid.parallel.pipeline.run import Result
 from tests.launch import run_ranks
 
 CPU = torch.device("cpu")

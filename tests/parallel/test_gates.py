@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.parallel.gates import (
+from lightning_hybrid.parallel.pipeline.gates import (
     Gate,
     GateKeeper,
     add_gate,

@@ -8,8 +8,8 @@ import transformers as hf
 from torch import nn
 from torch.testing import assert_close
 
-from lightning_hybrid.parallel.initialising import Initialiser, has_meta
-from lightning_hybrid.parallel.materialising import initialise_whole, initialised, without_meta
+from lightning_hybrid.parallel.meta.initialising import Initialiser, has_meta
+from lightning_hybrid.parallel.meta.materialising import initialise_whole, initialised, without_meta
 from lightning_hybrid.parallel.streams import derived_seed
 
 CPU = torch.device("cpu")

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hybrid.parallel.live import LiveBytes, bytes_of, key_of
+from lightning_hybrid.parallel.ledgers.live import LiveBytes, bytes_of, key_of
 
 
 def test_a_storage_counts_once_for_all_views_where_it_is_wanted_whole():

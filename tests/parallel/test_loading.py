@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from lightning_hybrid.parallel.cut import StageCut
-from lightning_hybrid.parallel.loading import load_model_state, load_optimizer_state
-from lightning_hybrid.parallel.shards import shard_like
+from lightning_hybrid.parallel.checkpoint.loading import load_model_state, load_optimizer_state
+from lightning_hybrid.parallel.pipeline.cut import StageCut
+from lightning_hybrid.parallel.zero.shards import shard_like
 from tests.launch import run_ranks
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hybrid.parallel.memory import Memory, MemoryMeter, optimizer_bytes, parameter_bytes
+from lightning_hybrid.parallel.ledgers.memory import Memory, MemoryMeter, optimizer_bytes, parameter_bytes
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BatchEncoding
 
-from lightning_hybrid.parallel.microbatch import batch_size, split_batch, split_sizes, structure_key
+from lightning_hybrid.parallel.pipeline.microbatch import batch_size, split_batch, split_sizes, structure_key
 
 Sample = namedtuple("Sample", "x names")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.parallel.narrow import shown_as
+from lightning_hybrid.parallel.zero.narrow import shown_as
 
 
 class Mixed(nn.Module):

@@ -2,10 +2,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.parallel.cut import StageCut
 from lightning_hybrid.parallel.mesh import Layout, Mesh
-from lightning_hybrid.parallel.ownership import settle
-from lightning_hybrid.parallel.plan import Needs
+from lightning_hybrid.parallel.pipeline.cut import StageCut
+from lightning_hybrid.parallel.pipeline.ownership import settle
+from lightning_hybrid.parallel.pipeline.plan import Needs
 from tests.launch import run_ranks
 
 CPU = torch.device("cpu")

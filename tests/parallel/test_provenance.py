@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.parallel.provenance import LIVE, AbsentValueError, Provenance, Sources, tensors_of
+from lightning_hybrid.parallel.pipeline.provenance import LIVE, AbsentValueError, Provenance, Sources, tensors_of
 
 
 @pytest.fixture

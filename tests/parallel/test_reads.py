@@ -2,7 +2,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_hybrid.parallel.reads import ReadWatch
+from lightning_hybrid.parallel.zero.reads import ReadWatch
 
 
 class Model(nn.Module):

@@ -8,9 +8,9 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid.parallel import gradients, reduction
-from lightning_hybrid.parallel.cut import StageCut
 from lightning_hybrid.parallel.data_parallel import Replicated
 from lightning_hybrid.parallel.mesh import Layout, Mesh
+from lightning_hybrid.parallel.pipeline.cut import StageCut
 from lightning_hybrid.parallel.reduction import Reduction
 from tests.launch import run_ranks
 

@@ -6,11 +6,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hybrid.parallel.cut import StageCut
-from lightning_hybrid.parallel.plan import Plan
-from lightning_hybrid.parallel.probe_run import ProbeRun
-from lightning_hybrid.parallel.provenance import AbsentValueError
-from lightning_hybrid.parallel.run import StageRun, fill_in_place
+from lightning_hybrid.parallel.pipeline.cut import StageCut
+from lightning_hybrid.parallel.pipeline.plan import Plan
+from lightning_hybrid.parallel.pipeline.probe_run import ProbeRun
+from lightning_hybrid.parallel.pipeline.provenance import AbsentValueError
+from lightning_hybrid.parallel.pipeline.run import StageRun, fill_in_place
 
 CPU = torch.device("cpu")
 

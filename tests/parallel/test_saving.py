@@ -6,11 +6,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_hybrid.parallel.cut import StageCut
+from lightning_hybrid.parallel.checkpoint.saving import gather_model_state, gather_optimizer_state, state_keys, whole
 from lightning_hybrid.parallel.mesh import Layout, Mesh
-from lightning_hybrid.parallel.ownership import settle
-from lightning_hybrid.parallel.plan import Needs
-from lightning_hybrid.parallel.saving import gather_model_state, gather_optimizer_state, state_keys, whole
+from lightning_hybrid.parallel.pipeline.cut import StageCut
+from lightning_hybrid.parallel.pipeline.ownership import settle
+from lightning_hybrid.parallel.pipeline.plan import Needs
 from lightning_hybrid.strategies.optimizers import ParameterGroups
 from tests.launch import run_ranks
 

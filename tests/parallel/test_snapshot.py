@@ -10,8 +10,8 @@ from torch import nn
 from torchmetrics import CatMetric, MeanMetric
 
 from lightning_hybrid.compat import version
-from lightning_hybrid.parallel.frozen import Frozen
-from lightning_hybrid.parallel.snapshot import Snapshot, plain_attributes
+from lightning_hybrid.parallel.pipeline.frozen import Frozen
+from lightning_hybrid.parallel.pipeline.snapshot import Snapshot, plain_attributes
 
 CPU = torch.device("cpu")
 

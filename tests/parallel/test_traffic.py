@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hybrid.compat import all_gather_flat
-from lightning_hybrid.parallel.traffic import Row, Traffic, TrafficCounter, over_ranks, sums, uncounted
+from lightning_hybrid.parallel.ledgers.traffic import Row, Traffic, TrafficCounter, over_ranks, sums, uncounted
 from tests.launch import run_ranks
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning_hybrid.functional.lowering import RECEIVES, SENDS, counterpart, lower
 from lightning_hybrid.functional.schedules import Kind, choose, forward_only
 from lightning_hybrid.parallel.mesh import Layout, Mesh
-from lightning_hybrid.parallel.transport import Transport
+from lightning_hybrid.parallel.pipeline.transport import Transport
 from tests.launch import run_ranks
 
 CPU = torch.device("cpu")

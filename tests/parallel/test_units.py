@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.parallel.cut import StageCut
-from lightning_hybrid.parallel.units import Unit, choose_units
+from lightning_hybrid.parallel.pipeline.cut import StageCut
+from lightning_hybrid.parallel.zero.units import Unit, choose_units
 
 BLOCKS = [f"blocks.{i}" for i in range(4)]
 

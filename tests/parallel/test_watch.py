@@ -8,10 +8,10 @@ from dataclasses import asdict
 import pytest
 import torch.distributed as dist
 
-from lightning_hybrid.parallel import hub, watch
-from lightning_hybrid.parallel.failure import Failure, is_communication_error
-from lightning_hybrid.parallel.hub import Address, Hub, encode
-from lightning_hybrid.parallel.watch import Watch
+from lightning_hybrid.parallel.failures import hub, watch
+from lightning_hybrid.parallel.failures.failure import Failure, is_communication_error
+from lightning_hybrid.parallel.failures.hub import Address, Hub, encode
+from lightning_hybrid.parallel.failures.watch import Watch
 
 
 def failure(rank, place="fit 1", is_own=True):

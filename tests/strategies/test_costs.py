@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
 from lightning_hybrid import measure_costs
-from lightning_hybrid.parallel.gates import Gate, GateKeeper, add_gate
+from lightning_hybrid.parallel.pipeline.gates import Gate, GateKeeper, add_gate
 from lightning_hybrid.strategies.costs import block_bytes, estimated_costs
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.functional.splits import Split
-from lightning_hybrid.parallel.gates import fork_random_streams, seed_random_streams
+from lightning_hybrid.parallel.pipeline.gates import fork_random_streams, seed_random_streams
 from lightning_hybrid.parallel.streams import derived_seed
 from lightning_hybrid.parallel.tensor.axis import TensorAxis, enter, take
 from lightning_hybrid.parallel.tensor.split_tensor import (

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from lightning_hybrid.parallel.blocks import block_names, find_block_lists
+from lightning_hybrid.parallel.pipeline.blocks import block_names, find_block_lists
 from lightning_hybrid.parallel.tensor.plan import make_plan
 
 WIDTH, WIDE, HEADS, WORDS = 16, 32, 4, 24

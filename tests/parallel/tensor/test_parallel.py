@@ -9,16 +9,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.functional.splits import Split
+from lightning_hybrid.parallel.checkpoint.loading import load_model_state, load_optimizer_state
+from lightning_hybrid.parallel.checkpoint.saving import gather_model_state, gather_optimizer_state
 from lightning_hybrid.parallel.engine import Engine
 from lightning_hybrid.parallel.gradients import gradient_norm, local
-from lightning_hybrid.parallel.loading import load_model_state, load_optimizer_state
 from lightning_hybrid.parallel.mesh import Layout, Mesh
-from lightning_hybrid.parallel.saving import gather_model_state, gather_optimizer_state
 from lightning_hybrid.parallel.tensor.assignment import Assignment
 from lightning_hybrid.parallel.tensor.axis import TensorAxis
 from lightning_hybrid.parallel.tensor.parallel import TensorParallel, whole_tree
 from lightning_hybrid.parallel.tensor.split_tensor import wrap
-from lightning_hybrid.parallel.zero import Zero
+from lightning_hybrid.parallel.zero.zero import Zero
 from lightning_hybrid.strategies.optimizers import ParameterGroups
 from tests.launch import run_ranks
 

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_hybrid.compat import in_backward, version
 from lightning_hybrid.functional.trees import leaves_of
-from lightning_hybrid.parallel.live import Release
+from lightning_hybrid.parallel.ledgers.live import Release
 
 
 class Observer(Protocol):

@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_hybrid.parallel.engine import Engine
-from lightning_hybrid.parallel.shards import shard_like
+from lightning_hybrid.parallel.zero.shards import shard_like
 
 
 def load_model_state(engine: Engine, keys: Sequence[str], state: Mapping[str, Any], *, strict: bool) -> None:

@@ -9,13 +9,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.parallel.cut import StageCut
-from lightning_hybrid.parallel.executor import Step
 from lightning_hybrid.parallel.mesh import Mesh
-from lightning_hybrid.parallel.plan import Needs, Plan
-from lightning_hybrid.parallel.probe import probe
-from lightning_hybrid.parallel.probe_run import ProbeRun
-from lightning_hybrid.parallel.run import Result
+from lightning_hybrid.parallel.pipeline.cut import StageCut
+from lightning_hybrid.parallel.pipeline.executor import Step
+from lightning_hybrid.parallel.pipeline.plan import Needs, Plan
+from lightning_hybrid.parallel.pipeline.probe import probe
+from lightning_hybrid.parallel.pipeline.probe_run import ProbeRun
+from lightning_hybrid.parallel.pipeline.run import Result
 
 REMEMBERED = 1024
 """Structures and shapes whose plans are kept, those used last; ranks of a replica see the same ones."""

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from lightning_hybrid.parallel.failure import Failure, this_process
+from lightning_hybrid.parallel.failures.failure import Failure, this_process
 
 CHUNK = 65_536  # bytes read at a time
 LOOPBACK = ("127.0.0.1", "localhost")

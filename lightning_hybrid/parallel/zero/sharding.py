@@ -26,16 +26,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.compat import free_early
-from lightning_hybrid.parallel.aliasing import alias_shards
-from lightning_hybrid.parallel.calls import Calls
 from lightning_hybrid.parallel.data_parallel import Backwards, maxima
 from lightning_hybrid.parallel.gradients import make_buckets, sum_gradients
 from lightning_hybrid.parallel.mesh import Mesh
-from lightning_hybrid.parallel.run import Result
-from lightning_hybrid.parallel.twins import Twins
-from lightning_hybrid.parallel.units import Unit, loose_parameters
-from lightning_hybrid.parallel.waiting import complete_waiting, drop_waiting, waiting_gradients
-from lightning_hybrid.parallel.wrappers import Bucket, Step, own_memory
+from lightning_hybrid.parallel.pipeline.run import Result
+from lightning_hybrid.parallel.zero.aliasing import alias_shards
+from lightning_hybrid.parallel.zero.calls import Calls
+from lightning_hybrid.parallel.zero.twins import Twins
+from lightning_hybrid.parallel.zero.units import Unit, loose_parameters
+from lightning_hybrid.parallel.zero.waiting import complete_waiting, drop_waiting, waiting_gradients
+from lightning_hybrid.parallel.zero.wrappers import Bucket, Step, own_memory
 
 
 class Sharded:

@@ -22,9 +22,9 @@ from lightning_hybrid.functional.trees import flatten, leaves_of, unflatten
 from lightning_hybrid.parallel.tensor.split_tensor import whole
 
 if TYPE_CHECKING:
-    from lightning_hybrid.parallel.cut import StageCut
-    from lightning_hybrid.parallel.gates import Gate
-    from lightning_hybrid.parallel.plan import Call, Plan
+    from lightning_hybrid.parallel.pipeline.cut import StageCut
+    from lightning_hybrid.parallel.pipeline.gates import Gate
+    from lightning_hybrid.parallel.pipeline.plan import Call, Plan
 
 
 class StageExit(BaseException):

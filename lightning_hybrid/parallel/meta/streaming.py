@@ -19,14 +19,14 @@ from typing_extensions import override
 
 from lightning_hybrid.compat import storage_key
 from lightning_hybrid.functional.trees import leaves_of
-from lightning_hybrid.parallel.cut import StageCut
 from lightning_hybrid.parallel.data_parallel import Replicated
-from lightning_hybrid.parallel.materialising import Materialiser, assign, get
 from lightning_hybrid.parallel.mesh import Mesh
-from lightning_hybrid.parallel.probe_run import uncompiled
-from lightning_hybrid.parallel.reads import METADATA
-from lightning_hybrid.parallel.run import Result
+from lightning_hybrid.parallel.meta.materialising import Materialiser, assign, get
+from lightning_hybrid.parallel.pipeline.cut import StageCut
+from lightning_hybrid.parallel.pipeline.probe_run import uncompiled
+from lightning_hybrid.parallel.pipeline.run import Result
 from lightning_hybrid.parallel.tensor.split_tensor import part_of
+from lightning_hybrid.parallel.zero.reads import METADATA
 
 
 @dataclass(frozen=True)

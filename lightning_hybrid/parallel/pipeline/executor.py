@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.functional.schedules import Action, Kind
-from lightning_hybrid.parallel.auxiliary import auxiliary_weight
 from lightning_hybrid.parallel.mesh import Mesh
-from lightning_hybrid.parallel.plan import Plan
-from lightning_hybrid.parallel.run import Result
-from lightning_hybrid.parallel.transport import Transport
+from lightning_hybrid.parallel.pipeline.auxiliary import auxiliary_weight
+from lightning_hybrid.parallel.pipeline.plan import Plan
+from lightning_hybrid.parallel.pipeline.run import Result
+from lightning_hybrid.parallel.pipeline.transport import Transport
 
 Event = tuple[int, Action, float, float]
 """(pipeline rank, action, start, end) in seconds of a clock that the processes of one machine share."""

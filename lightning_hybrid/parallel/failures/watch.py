@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, NoReturn
 
-from lightning_hybrid.parallel.failure import Failure, this_process
-from lightning_hybrid.parallel.hub import CHUNK, Address, Lines, encode, keep_from_forks
+from lightning_hybrid.parallel.failures.failure import Failure, this_process
+from lightning_hybrid.parallel.failures.hub import CHUNK, Address, Lines, encode, keep_from_forks
 
 POLL = 1.0  # seconds between looks at the parent and the clock
 GRACE = 8.0  # seconds in which a rank ends by itself after another one has failed

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.parallel.cut import StageCut
-from lightning_hybrid.parallel.initialising import Initialiser, has_meta, named_tensors, own_tensors, put
-from lightning_hybrid.parallel.shards import shard_like
+from lightning_hybrid.parallel.meta.initialising import Initialiser, has_meta, named_tensors, own_tensors, put
+from lightning_hybrid.parallel.pipeline.cut import StageCut
 from lightning_hybrid.parallel.tensor.parallel import TensorParallel
+from lightning_hybrid.parallel.zero.shards import shard_like
 
 
 class Materialiser:

@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_hybrid.parallel.cut import StageCut
-from lightning_hybrid.parallel.gates import guard_attribute
-from lightning_hybrid.parallel.probe_run import ProbeRun
-from lightning_hybrid.parallel.provenance import LIVE, tensors_of
-from lightning_hybrid.parallel.snapshot import Snapshot
+from lightning_hybrid.parallel.pipeline.cut import StageCut
+from lightning_hybrid.parallel.pipeline.gates import guard_attribute
+from lightning_hybrid.parallel.pipeline.probe_run import ProbeRun
+from lightning_hybrid.parallel.pipeline.provenance import LIVE, tensors_of
+from lightning_hybrid.parallel.pipeline.snapshot import Snapshot
 
 WAY_OUT = (
     "Values recorded on the side do not cross stages: pass them through the blocks, or add a loss made inside a block "

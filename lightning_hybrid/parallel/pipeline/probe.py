@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.parallel.cut import StageCut
-from lightning_hybrid.parallel.failure import OtherStageError
+from lightning_hybrid.parallel.failures.failure import OtherStageError
 from lightning_hybrid.parallel.mesh import Mesh
-from lightning_hybrid.parallel.plan import Call, Needs, Output, Plan, TensorSpec
-from lightning_hybrid.parallel.probe_run import ProbeRun
-from lightning_hybrid.parallel.recorded import (
+from lightning_hybrid.parallel.pipeline.cut import StageCut
+from lightning_hybrid.parallel.pipeline.plan import Call, Needs, Output, Plan, TensorSpec
+from lightning_hybrid.parallel.pipeline.probe_run import ProbeRun
+from lightning_hybrid.parallel.pipeline.recorded import (
     Recorded,
     find_recorded,
     guard,
@@ -24,8 +24,8 @@ from lightning_hybrid.parallel.recorded import (
     warn_of_counters,
     written_buffers,
 )
-from lightning_hybrid.parallel.run import Result
-from lightning_hybrid.parallel.snapshot import Snapshot
+from lightning_hybrid.parallel.pipeline.run import Result
+from lightning_hybrid.parallel.pipeline.snapshot import Snapshot
 
 RunStage = Callable[[ProbeRun], Result]
 """Runs the user's step as the given stage: it calls `run.run(step)` inside whatever must surround a step."""

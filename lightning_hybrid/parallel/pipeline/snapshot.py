@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lightning_hybrid.compat import buffer_names
-from lightning_hybrid.parallel.frozen import Frozen
-from lightning_hybrid.parallel.gates import GATE
+from lightning_hybrid.parallel.pipeline.frozen import Frozen
+from lightning_hybrid.parallel.pipeline.gates import GATE
 from lightning_hybrid.parallel.streams import Streams
 
 INTERNAL = frozenset(vars(nn.Module())) - {"training"}  # nn.Module's own registries

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from lightning_hybrid.parallel.units import loose_parameters
+from lightning_hybrid.parallel.zero.units import loose_parameters
 
 
 @contextmanager

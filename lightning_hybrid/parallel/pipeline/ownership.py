@@ -8,10 +8,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hybrid.parallel.cut import StageCut
 from lightning_hybrid.parallel.gradients import sum_gradients
 from lightning_hybrid.parallel.mesh import Mesh
-from lightning_hybrid.parallel.plan import Needs
+from lightning_hybrid.parallel.pipeline.cut import StageCut
+from lightning_hybrid.parallel.pipeline.plan import Needs
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.compat import is_view
 from lightning_hybrid.functional.trees import map_leaves
-from lightning_hybrid.parallel.run import Result
+from lightning_hybrid.parallel.pipeline.run import Result
 
 
 class Bucket(nn.Module):

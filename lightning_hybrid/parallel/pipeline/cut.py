@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_hybrid.parallel.gates import Gate, GateKeeper, add_gate, hollow
+from lightning_hybrid.parallel.pipeline.gates import Gate, GateKeeper, add_gate, hollow
 
 
 class StageCut:

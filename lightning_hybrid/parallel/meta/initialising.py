@@ -20,9 +20,9 @@ from lightning_hybrid.compat import (
     storage_key,
     weights_method,
 )
-from lightning_hybrid.parallel.cut import ancestors_of
+from lightning_hybrid.parallel.meta.writes import Apart, Writes
+from lightning_hybrid.parallel.pipeline.cut import ancestors_of
 from lightning_hybrid.parallel.streams import Streams
-from lightning_hybrid.parallel.writes import Apart, Writes
 
 WAY_OUT = (
     "Give the class a reset_parameters() that writes them, or build them on a real device: with torch.device('cpu')."

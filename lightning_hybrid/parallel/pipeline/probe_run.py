@@ -15,12 +15,12 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from lightning_hybrid.compat import is_view, version
 from lightning_hybrid.functional.trees import flatten, leaves_of
-from lightning_hybrid.parallel.auxiliary import auxiliary_listener
-from lightning_hybrid.parallel.cut import StageCut
-from lightning_hybrid.parallel.gates import Gate
-from lightning_hybrid.parallel.plan import Call, Needs, Output, Plan, TensorSpec
-from lightning_hybrid.parallel.provenance import LIVE, AbsentValueError, Provenance, tensors_of
-from lightning_hybrid.parallel.run import Result, StageRun, fill_in_place
+from lightning_hybrid.parallel.pipeline.auxiliary import auxiliary_listener
+from lightning_hybrid.parallel.pipeline.cut import StageCut
+from lightning_hybrid.parallel.pipeline.gates import Gate
+from lightning_hybrid.parallel.pipeline.plan import Call, Needs, Output, Plan, TensorSpec
+from lightning_hybrid.parallel.pipeline.provenance import LIVE, AbsentValueError, Provenance, tensors_of
+from lightning_hybrid.parallel.pipeline.run import Result, StageRun, fill_in_place
 
 CHECKPOINTS = {CheckpointFunction.forward.__code__, inspect.unwrap(checkpoint).__code__}
 RECORDING_FLAGS = ("output_hidden_states", "output_attentions", "output_router_logits")

@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hybrid.parallel.cut import StageCut, ancestors_of, outside_modules
 from lightning_hybrid.parallel.data_parallel import DataParallel, Replicated, maxima
 from lightning_hybrid.parallel.mesh import Mesh
-from lightning_hybrid.parallel.probe_run import uncompiled
-from lightning_hybrid.parallel.reads import ReadWatch
-from lightning_hybrid.parallel.sharding import Sharded
-from lightning_hybrid.parallel.snapshot import Snapshot
-from lightning_hybrid.parallel.streaming import Streamed, Streaming
+from lightning_hybrid.parallel.meta.streaming import Streamed, Streaming
+from lightning_hybrid.parallel.pipeline.cut import StageCut, ancestors_of, outside_modules
+from lightning_hybrid.parallel.pipeline.probe_run import uncompiled
+from lightning_hybrid.parallel.pipeline.snapshot import Snapshot
 from lightning_hybrid.parallel.tensor.regions import bypass_sharding
-from lightning_hybrid.parallel.units import choose_units
+from lightning_hybrid.parallel.zero.reads import ReadWatch
+from lightning_hybrid.parallel.zero.sharding import Sharded
+from lightning_hybrid.parallel.zero.units import choose_units
 
 
 @dataclass(frozen=True)

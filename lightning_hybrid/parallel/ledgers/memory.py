@@ -21,8 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_hybrid.compat import storage_key
 from lightning_hybrid.functional.trees import leaves_of
 from lightning_hybrid.parallel.gradients import local
-from lightning_hybrid.parallel.live import LiveBytes, Release, bytes_of, key_of
-from lightning_hybrid.parallel.saved import SavedTensors
+from lightning_hybrid.parallel.ledgers.live import LiveBytes, Release, bytes_of, key_of
+from lightning_hybrid.parallel.ledgers.saved import SavedTensors
 
 MODULE_CALL = nn.Module.__call__.__code__
 

@@ -1,0 +1,1 @@
+"""Who failed first, and how the others learn of it."""

@@ -1,0 +1,1 @@
+"""What is counted of memory and of messages."""

@@ -1,0 +1,1 @@
+"""ZeRO by `fully_shard` under any schedule."""
