@@ -74,10 +74,8 @@ def boxes_of_shard(
             None keeps all.
 
     Returns:
-        Boxes with elements only, unless the whole has none.
+        Boxes with elements only.
     """
-    if not prod(shape):
-        return [(Box.of(shape), Box.of(shape))]
     parts = [(Box.of(shape), Box.of(shape))] if split is None else list(_slices(shape, split, size, rank))
     if rows is None:
         return [pair for pair in parts if pair[0].numel]

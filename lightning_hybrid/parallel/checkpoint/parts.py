@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -59,6 +60,8 @@ def part_of(tensor: Tensor, split: Split | None = None, size: int = 1, rank: int
     rows = None
     if isinstance(tensor, DTensor):
         local, rows = tensor.to_local().detach(), shard_rows(tensor)
+    if not prod(shape):  # it has no elements, but is there
+        return Part(shape, tensor.dtype, (Piece(Box.of(shape), local.new_empty(shape)),))
     boxes = boxes_of_shard(shape, split, size, rank, rows)
     return Part(shape, tensor.dtype, tuple(Piece(whole, inner.view(local)) for whole, inner in boxes))
 

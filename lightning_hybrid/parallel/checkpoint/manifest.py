@@ -1,0 +1,248 @@
+"""A sharded checkpoint's folder: what its manifest says, and how one complete checkpoint takes the place of another.
+
+```text
+NAME.ckpt/
+  manifest.json   names the data folder, every tensor and every file; what it does not name does not belong
+  data-3/         .metadata and __R_0.distcp of torch.distributed.checkpoint, training.pt
+```
+
+A new checkpoint is written beside the target and moved in. Over an old one, its data folder is moved in first, and then
+the manifest is replaced, which is one atomic step; the old data folder goes last. So whatever is cut short, the folder
+is one complete checkpoint, or has a hidden name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_hybrid.functional.boxes import Box
+
+FILE, DATA, FORMAT = "manifest.json", "data-", 1
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor in a file.
+
+    Attributes:
+        box: Where it lies in the whole.
+        file: Name in the data folder.
+        offset: First byte of what `torch.save` has written of it.
+        length: Bytes of that.
+        crc32: Of the elements in memory order.
+    """
+
+    box: Box
+    file: str
+    offset: int
+    length: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor: its shape, its type as torch names it ("float32"), and its chunks."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The type."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint's folder holds.
+
+    Attributes:
+        data: Name of the data folder.
+        tensors: By name; second names of tied ones are in `tied` only.
+        layout: Sizes of the axes that wrote it, for people.
+        epoch: Of training.
+        global_step: Steps of the optimizers.
+        tied: First name of each second name.
+        files: (bytes, crc32) of files that hold no tensors.
+    """
+
+    data: str
+    tensors: Mapping[str, Entry]
+    layout: Mapping[str, int] = field(default_factory=dict)
+    epoch: int = 0
+    global_step: int = 0
+    tied: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Text for the file."""
+        tensors = {name: asdict(entry) for name, entry in self.tensors.items()}
+        return json.dumps({"format": FORMAT, **vars(self), "tensors": tensors}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Read the file's text.
+
+        Raises:
+            ValueError: If it is of a later format, or no manifest.
+        """
+        try:
+            found = json.loads(text)
+            if found.pop("format") > FORMAT:
+                raise ValueError("it was written by a later version")
+            tensors = {name: _entry(entry) for name, entry in found.pop("tensors").items()}
+            files = {name: tuple(numbers) for name, numbers in found.pop("files").items()}
+            return cls(tensors=tensors, files=files, **found)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"it is damaged ({type(error).__name__}: {error})") from error
+
+
+def _entry(found: Mapping[str, Any]) -> Entry:
+    boxes = [Box(*(tuple(numbers) for numbers in chunk.pop("box").values())) for chunk in found["chunks"]]
+    chunks = tuple(Chunk(box=box, **chunk) for box, chunk in zip(boxes, found["chunks"], strict=True))
+    return Entry(tuple(found["shape"]), found["dtype"], chunks)
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """The manifest of a checkpoint's folder.
+
+    Raises:
+        FileNotFoundError: If there is nothing.
+        RuntimeError: If it is no complete checkpoint of ours.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        raise FileNotFoundError(f"There is no checkpoint at {folder}.")
+    try:
+        manifest = Manifest.from_json((folder / FILE).read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        raise RuntimeError(
+            f"{folder} has no {FILE}: it is no sharded checkpoint of lightning_hybrid, or an incomplete one. Resume "
+            "from another; a folder of other software must be converted to one file first."
+        ) from None
+    except ValueError as error:
+        raise RuntimeError(f"{folder / FILE} cannot be read: {error}. Resume from another checkpoint.") from error
+    if not (folder / manifest.data).is_dir():
+        raise RuntimeError(f"{folder} lacks its data folder {manifest.data}. Resume from another checkpoint.")
+    if folder.name.startswith(".") and folder.name.endswith(".partial"):
+        raise RuntimeError(f"{folder} was never completed. Resume from another checkpoint.")
+    return manifest
+
+
+def is_sharded(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a folder, and so no full file."""
+    return Path(path).is_dir()
+
+
+def begin(path: Path) -> Path:
+    """Make the folder that a new checkpoint's data is to be written to, beside the target; one process calls it.
+
+    Raises:
+        FileExistsError: If the target is a folder with something else in it.
+    """
+    if path.is_dir() and not (path / FILE).exists() and any(path.iterdir()):
+        raise FileExistsError(f"{path} is a folder that is no checkpoint. Save to another path, or remove it.")
+    partial = hidden(path, "partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    numbers = [_number(child.name) for child in path.glob(f"{DATA}*")] if path.is_dir() else []
+    data = partial / f"{DATA}{max(numbers, default=0) + 1}"
+    data.mkdir(parents=True)
+    return data
+
+
+def commit(path: Path, data: Path, manifest: Manifest) -> None:
+    """Make what was written the checkpoint at `path`, in place of what is there.
+
+    Args:
+        path: The target.
+        data: From `begin`, with all files written and synced.
+        manifest: Of them.
+    """
+    partial = data.parent
+    _write(partial / FILE, manifest.to_json().encode())
+    sync(data)
+    sync(partial)
+    if (path / FILE).exists():
+        _clean(path, read_manifest(path).data)
+        data.rename(path / data.name)
+        sync(path)
+        (partial / FILE).replace(path / FILE)
+        sync(path)
+        _clean(path, data.name)
+        partial.rmdir()
+    else:
+        aside = hidden(path, "replaced")
+        discard(aside)
+        if path.is_dir():
+            path.rmdir()  # an empty one
+        elif path.exists() or path.is_symlink():
+            path.rename(aside)
+        partial.rename(path)
+        discard(aside)
+    sync(path.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, so that it is never there in part."""
+    aside = hidden(path, "removed")
+    discard(aside)
+    path.rename(aside)
+    discard(aside)
+
+
+def discard(path: Path) -> None:
+    """Remove a file or a folder, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def hidden(path: Path, state: str) -> Path:
+    """A name beside `path` that nobody takes for a checkpoint."""
+    return path.with_name(f".{path.name}.{state}")
+
+
+def checksum(path: Path) -> tuple[int, int]:
+    """Bytes and crc32 of a file."""
+    content = path.read_bytes()
+    return len(content), zlib.crc32(content)
+
+
+def sync(folder: Path) -> None:
+    """Wait until a folder's names are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _clean(path: Path, kept: str) -> None:
+    """Remove data folders that the manifest does not name: an interrupted save may have left one."""
+    for child in path.glob(f"{DATA}*"):
+        if child.name != kept:
+            shutil.rmtree(child)
+
+
+def _number(name: str) -> int:
+    text = name.removeprefix(DATA)
+    return int(text) if text.isdigit() else 0
