@@ -287,3 +287,18 @@ def written_tensors(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, 
     written = [value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write]
     values = [item for value in written for item in (value if isinstance(value, list | tuple) else [value])]
     return [value for value in values if isinstance(value, Tensor)]
+
+
+def around_dump(trainer: Trainer, surroundings: Callable[[], AbstractContextManager[None]]) -> None:
+    """Enter a context while Lightning collects a checkpoint; again only for another context.
+
+    Lightning asks a strategy for the model's state in the same way for a checkpoint and for anyone else.
+    """
+    connector = trainer._checkpoint_connector
+    plain = type(connector).dump_checkpoint
+
+    def dump_checkpoint(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        with surroundings():
+            return plain(connector, *args, **kwargs)
+
+    vars(connector)["dump_checkpoint"] = dump_checkpoint

@@ -5,22 +5,27 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.parallel.checkpoint.loading import load_model_state, load_optimizer_state
-from lightning_hybrid.parallel.checkpoint.saving import gather_model_state, gather_optimizer_state, state_keys
+from lightning_hybrid.parallel.checkpoint.loading import (
+    SavedOptimizer,
+    WholeOptimizer,
+    load_groups,
+    load_model_state,
+    load_optimizer_state,
+)
+from lightning_hybrid.parallel.checkpoint.saving import gather_model_state, gather_optimizer_state
+from lightning_hybrid.parallel.checkpoint.states import Outline
 from lightning_hybrid.parallel.data_parallel import broadcast_value
 from lightning_hybrid.parallel.engine import Engine
-from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.meta.materialising import Materialiser, without_meta
 from lightning_hybrid.parallel.meta.streaming import Streaming
 from lightning_hybrid.parallel.pipeline.cut import StageCut
@@ -35,9 +40,9 @@ from lightning_hybrid.strategies.optimizers import ParameterGroups
 from lightning_hybrid.strategies.precisions import Masters, SkippedSteps
 from lightning_hybrid.strategies.resuming import add_state, optimizer_names
 from lightning_hybrid.strategies.steps import StepRunner
-from lightning_hybrid.strategies.survey import Ground
+from lightning_hybrid.strategies.survey import Ground, warn_of_batch_norm
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+STORED = "stored_optimizers"  # entry of a loaded checkpoint: where the optimizers' states are read from
 
 
 @dataclass
@@ -49,7 +54,7 @@ class Assembly:
         engine: Runs its steps.
         runner: Micro-batches, losses and records around the engine.
         hooks: Its hooks, which log too.
-        keys: State keys of the whole model.
+        outline: What the whole model saves.
         groups: Parameters of the optimizers over the whole model.
         is_plain: One process and one micro-batch: Lightning's own path serves.
     """
@@ -58,16 +63,18 @@ class Assembly:
     engine: Engine
     runner: StepRunner
     hooks: SharedHooks
-    keys: list[str]
+    outline: Outline
     groups: ParameterGroups | None
     is_plain: bool
     clipping: Clipping | None = None
     _skipped: SkippedSteps | None = None
+    _waiting: list[tuple[Optimizer, SavedOptimizer]] = field(default_factory=list)
 
     def settle(self) -> None:
         """After the first training probe: keep what this rank needs, shard it, and tell the optimizers."""
         if self.engine.settle() is not None and self.groups is not None:
             self.groups.keep(self.engine.named_parameters())
+        self.load_waiting()
 
     def make_whole(self) -> None:
         """End the streaming of blocks: what is saved or loaded must be in memory."""
@@ -82,11 +89,12 @@ class Assembly:
     def model_state(self) -> dict[str, Any]:
         """State of the whole model on world rank 0, empty elsewhere."""
         self.make_whole()
-        return gather_model_state(self.engine, self.keys)
+        return gather_model_state(self.engine, list(self.outline.shapes))
 
     def optimizer_state(self, optimizers: Sequence[Optimizer], optimizer: Optimizer) -> dict[str, Any]:
         """State of one optimizer over the whole model on world rank 0, empty elsewhere."""
         assert self.groups is not None
+        self.load_waiting()
         bare = getattr(optimizer, "optimizer", optimizer)
         index = list(optimizers).index(bare)
         return gather_optimizer_state(self.engine, bare, self.groups.names[index], self.groups.given[index])
@@ -94,15 +102,38 @@ class Assembly:
     def load_model_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Load this rank's part of a whole model's state."""
         self.make_whole()
-        load_model_state(self.engine, self.keys, state, strict=strict)
+        load_model_state(self.engine, list(self.outline.shapes), state, strict=strict)
 
     def load_optimizer_states(self, optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any]) -> None:
-        """Load this rank's part of the states of all optimizers over the whole model."""
+        """Load this rank's part of the states of all optimizers over the whole model.
+
+        Where states are going to be sharded, that waits until they are: nobody has them whole.
+        """
         assert self.groups is not None
-        saved = checkpoint["optimizer_states"]
+        saved, stored = checkpoint["optimizer_states"], checkpoint.get(STORED)
         names = optimizer_names(checkpoint, len(saved))
+        sources: list[SavedOptimizer] = []
         for optimizer, own, state, known in zip(optimizers, self.groups.names, saved, names, strict=True):
-            load_optimizer_state(self.engine, optimizer, own, state, known)
+            load_groups(optimizer, own, state["param_groups"], known)
+            sources.append(WholeOptimizer(state, known or own) if stored is None else stored[len(sources)])
+        self._waiting = list(zip(optimizers, sources, strict=True))
+        engine = self.engine
+        shards = engine.zero.shards(engine.mesh) and engine.ownership is None and self.module.automatic_optimization
+        if not shards or self.is_plain:
+            self.load_waiting()
+
+    def load_waiting(self) -> None:
+        """Load the states of optimizers that have waited for this."""
+        waiting, self._waiting = self._waiting, []
+        for optimizer, saved in waiting:
+            load_optimizer_state(self.engine, optimizer, saved)
+
+    def layout(self) -> dict[str, int]:
+        """Sizes of the axes, for people."""
+        layout, zero = self.engine.mesh.layout, self.engine.zero
+        sizes = {"pipeline": layout.pipeline, "data": layout.data, "tensor": layout.tensor}
+        chunks = self.engine.num_stages // layout.pipeline
+        return {**sizes, "replicate": layout.replicate, "chunks": chunks, "zero_stage": zero.stage}
 
     @contextmanager
     def whole_module(self) -> Iterator[None]:
@@ -170,11 +201,11 @@ def assemble(
     """
     mesh = ground.mesh
     _broadcast_whole(module, mesh.device)
-    keys = state_keys(module)
+    outline = Outline.of(module)
     zero = _zero(module, options, ground)  # a decision about the whole model
     if groups is not None and zero.shards(mesh) and module.automatic_optimization:
         groups.check_unmixed(module, torch.float32 if zero.param_dtype else None)
-    _warn_of_batch_norm(module, mesh, options["num_microbatches"])
+    warn_of_batch_norm(module, mesh, options["num_microbatches"])
     tensor = _split(module, options, ground) if mesh.layout.tensor > 1 else None
     cut = None
     if mesh.layout.pipeline > 1:
@@ -199,7 +230,7 @@ def assemble(
     metrics = MetricObjects(module, mesh, cut.keeper if cut else None)
     num_microbatches = options["num_microbatches"]
     runner = StepRunner(module, engine, metrics, options["schedule"], options["num_chunks"], num_microbatches)
-    return Assembly(module, engine, runner, SharedHooks(module, engine), keys, groups, is_plain)
+    return Assembly(module, engine, runner, SharedHooks(module, engine), outline, groups, is_plain)
 
 
 def _split(module: nn.Module, options: dict[str, Any], ground: Ground) -> TensorParallel:
@@ -242,18 +273,6 @@ def _zero(module: nn.Module, options: dict[str, Any], ground: Ground) -> Zero:
     dtype = reduction_dtype(options["reduce_dtype"], dtypes, param_dtype)
     stage = options["zero_stage"] if param_dtype is None else max(1, options["zero_stage"])  # see `choose_layout`
     return Zero(stage, ground.blocks, dtype, param_dtype, options["cpu_offload"], options["accumulate_on_cpu"])
-
-
-def _warn_of_batch_norm(module: nn.Module, mesh: Mesh, num_microbatches: int | str) -> None:
-    norms = [name for name, child in module.named_modules() if isinstance(child, BATCH_NORMS)]
-    one = mesh.layout.data == 1 and (
-        num_microbatches == 1 or (num_microbatches == "auto" and mesh.layout.pipeline == 1)
-    )
-    if norms and not one:
-        rank_zero_warn(
-            f"{norms[0]} normalises by the statistics of each micro-batch, so that results depend on the number of "
-            "micro-batches and replicas."
-        )
 
 
 def _broadcast_whole(module: nn.Module, device: torch.device) -> None:

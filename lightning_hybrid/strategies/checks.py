@@ -66,6 +66,8 @@ def check_keywords(options: dict[str, Any]) -> None:
     if options["expert_parallel_size"] != 1:
         raise ValueError(f"expert_parallel_size={options['expert_parallel_size']} is not supported yet; leave it 1.")
     _check_zero(options)
+    if options.get("state_dict_type", "full") not in ("full", "sharded"):
+        raise ValueError(f"state_dict_type={options['state_dict_type']!r} is not 'full' or 'sharded'.")
 
 
 def _check_numbers(options: dict[str, Any]) -> None:

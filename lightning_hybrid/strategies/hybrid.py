@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -15,20 +16,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hybrid.parallel.pipeline.executor import Event
+from lightning_hybrid.compat import around_dump
 from lightning_hybrid.strategies import checks
 from lightning_hybrid.strategies.assembly import assemble
 from lightning_hybrid.strategies.evaluation import next_epoch
+from lightning_hybrid.strategies.measured import MeasuredStrategy
 from lightning_hybrid.strategies.optimizers import ParameterGroups
 from lightning_hybrid.strategies.precisions import Masters, check_masters, check_precision
 from lightning_hybrid.strategies.processes import DEFAULT_TIMEOUT
-from lightning_hybrid.strategies.states import StatefulStrategy
 from lightning_hybrid.strategies.summary import SummaryBeforeCut
 from lightning_hybrid.strategies.survey import survey
 from lightning_hybrid.strategies.training import Training
 
 
-class HybridPTDPStrategy(StatefulStrategy):
+class HybridPTDPStrategy(MeasuredStrategy):
     """Pipeline x tensor x data parallel training of an unmodified LightningModule, with the numbers of one process.
 
     Args:
@@ -57,6 +58,9 @@ class HybridPTDPStrategy(StatefulStrategy):
             model's own plan, or recognises common blocks. Unused with a tensor_parallel_size of 1.
         sequence_parallel: What is between split matrices works on shards of the sequence (arXiv:2205.05198, section
             4.2); "regather" keeps only shards for backward, and gathers inputs once more.
+        state_dict_type: "full" writes one file, as one process would; "sharded" a folder, to which every rank writes
+            what it has. Either is loaded under any layout.
+        async_save: Training goes on, after a copy to host memory, while a checkpoint is written.
         process_group_backend: Backend of the default process group; None chooses by device.
         timeout: Longest wait of a collective.
 
@@ -85,10 +89,12 @@ class HybridPTDPStrategy(StatefulStrategy):
         accumulate_on_cpu: bool = False,
         tensor_parallel_plan: dict[str, str] | Literal["auto"] = "auto",
         sequence_parallel: bool | Literal["regather"] = False,
+        state_dict_type: Literal["full", "sharded"] = "full",
+        async_save: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
     ) -> None:
-        super().__init__(process_group_backend, timeout)
+        super().__init__(process_group_backend, timeout, async_save=async_save)
         self._training, self._summary = Training(), SummaryBeforeCut()
         keywords = set(signature(HybridPTDPStrategy).parameters) - {"process_group_backend", "timeout"}
         self.options = {name: value for name, value in locals().items() if name in keywords}
@@ -120,12 +126,14 @@ class HybridPTDPStrategy(StatefulStrategy):
             self._assembly = assemble(module, self.options, self.ground, groups, is_plain=self._is_plain)
         elif groups is not None:
             present.use(groups)
+        self.load_waiting_model()
         if self.is_fitting:
             self.evaluation.loaders.resume(self.resuming.prepare(self.ground.mesh))
         if isinstance(self.precision_plugin, Masters):
             self.precision_plugin.bind(self.assembly.engine)
         self.setup_precision_plugin()
         self.assembly.install(trainer, self.precision_plugin)
+        around_dump(trainer, self.checkpoints.dumping)
 
     @property
     def _is_plain(self) -> bool:
@@ -151,8 +159,13 @@ class HybridPTDPStrategy(StatefulStrategy):
         """`assemble` moves the part of the model that stays."""
 
     @override
+    def on_train_end(self) -> None:
+        self.checkpoints.wait()
+
+    @override
     def teardown(self) -> None:
         self.leave()
+        self.checkpoints.end(sys.exc_info()[1])
         self._summary.restore()
         self.evaluation.restore()
         if self._assembly is not None:
@@ -271,29 +284,5 @@ class HybridPTDPStrategy(StatefulStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        self.checkpoints.check()
         self.resuming.restore_random(self.ground.mesh, in_epoch=True)
-
-    def gradient_norm(self, optimizer: Optimizer) -> Tensor:
-        """2-norm of the gradients of the whole model; all ranks must call it, as in `on_before_optimizer_step`.
-
-        Args:
-            optimizer: Its parameters count, each once, wherever they are.
-
-        Returns:
-            A float64 scalar, equal on all ranks.
-        """
-        assert self.assembly.clipping is not None
-        return self.assembly.clipping.norm(optimizer)
-
-    @property
-    def last_gradient_norm(self) -> Tensor | None:
-        """Norm before the last clipping by norm, equal on all ranks; None if nothing was clipped so far."""
-        clipping = self._assembly.clipping if self._assembly is not None else None
-        return clipping.last_norm if clipping is not None else None
-
-    def timeline(self) -> list[Event]:
-        """Measured times of the last step's actions on all ranks of this replica's pipeline; all ranks must call it.
-
-        Set `record_timeline = True` before the step.
-        """
-        return self.assembly.engine.timeline()

@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hybrid.parallel.meta.materialising import initialise_whole
+from lightning_hybrid.parallel.checkpoint import manifest as folders
+from lightning_hybrid.parallel.checkpoint.stored import StoredState
+from lightning_hybrid.parallel.meta.initialising import has_meta
 from lightning_hybrid.strategies.assembly import Assembly
+from lightning_hybrid.strategies.checkpoints import Checkpoints, load_folder, stand_ins
+from lightning_hybrid.strategies.clipping import Clipping
 from lightning_hybrid.strategies.evaluation import Evaluation
 from lightning_hybrid.strategies.precisions import Masters, ours
 from lightning_hybrid.strategies.processes import ProcessStrategy
@@ -27,17 +31,23 @@ class StatefulStrategy(ProcessStrategy):
     Args:
         process_group_backend: Backend of the default process group; None chooses by device.
         timeout: Longest wait of a collective; None takes torch's default.
+        async_save: Training goes on while a checkpoint is written.
 
     Attributes:
         evaluation: Runs evaluation batches, and knows the loaders of all stages.
+        checkpoints: Writes and reads them.
         resuming: What a checkpoint says about a run that goes on.
     """
 
-    def __init__(self, process_group_backend: str | None, timeout: timedelta | None) -> None:
+    def __init__(
+        self, process_group_backend: str | None, timeout: timedelta | None, *, async_save: bool = False
+    ) -> None:
         super().__init__(process_group_backend, timeout)
         self._ground: Ground | None = None
         self._assembly: Assembly | None = None
+        self._waiting_model: tuple[Mapping[str, Any], bool] | None = None
         self.evaluation, self.resuming = Evaluation(), Resuming()
+        self.checkpoints = Checkpoints(timeout, background=async_save)
 
     @property
     @override
@@ -71,6 +81,11 @@ class StatefulStrategy(ProcessStrategy):
         return self._assembly
 
     @property
+    def clipping(self) -> Clipping | None:
+        """Norms and clipping over all axes; None before set-up."""
+        return self._assembly.clipping if self._assembly is not None else None
+
+    @property
     def is_fitting(self) -> bool:
         """Whether `Trainer.fit` runs."""
         assert self.lightning_module is not None
@@ -78,33 +93,75 @@ class StatefulStrategy(ProcessStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self.checkpoints.is_dumping and self._writes_folders:
+            return stand_ins(self.assembly.outline)
         return self.assembly.model_state()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self.checkpoints.is_dumping and self._writes_folders:
+            return {}
         return self.assembly.optimizer_state(self.optimizers, optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         self.assembly.add_training_state(checkpoint, self.evaluation.loaders.generator_states())
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._writes_folders:
+            if storage_options is not None:
+                raise ValueError(
+                    f"storage_options={storage_options!r} is not for state_dict_type='sharded', which writes "
+                    "folders of a local or shared file system. Leave it out."
+                )
+            wait = not self._is_running
+            self.checkpoints.save_folder(self.assembly, self.optimizers, checkpoint, filepath, wait=wait)
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            parent = super().remove_checkpoint
+            self.checkpoints.remove(filepath, lambda: parent(filepath))
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self.checkpoints.wait()
+        if folders.is_sharded(checkpoint_path):
+            checkpoint = load_folder(checkpoint_path, weights_only=weights_only)
+        else:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self.is_fitting:
             self.resuming.remember(checkpoint)
         return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
         if self._assembly is not None and self._assembly.module is self.lightning_module:
             self._assembly.load_model_state(checkpoint["state_dict"], strict=strict)
+        elif isinstance(checkpoint["state_dict"], StoredState) or has_meta(self.lightning_module):
+            self._waiting_model = (checkpoint["state_dict"], strict)  # until each rank knows its part
         else:
-            assert self.lightning_module is not None
-            initialise_whole(self.lightning_module, torch.initial_seed() % 2**62, torch.device("cpu"))
             super().load_model_state_dict(checkpoint, strict)
+
+    def load_waiting_model(self) -> None:
+        """Load this rank's part of a model's state that has waited for the engine."""
+        if self._waiting_model is not None:
+            state, strict = self._waiting_model
+            self._waiting_model = None
+            self.assembly.load_model_state(state, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self.assembly.load_optimizer_states(self.optimizers, checkpoint)
+
+    @property
+    def _writes_folders(self) -> bool:
+        return bool(self.options["state_dict_type"] == "sharded")
+
+    @property
+    def _is_running(self) -> bool:
+        """Whether something follows that waits for a save."""
+        assert self.lightning_module is not None
+        state = self.lightning_module.trainer.state
+        return self.is_fitting and bool(state.status == TrainerStatus.RUNNING)

@@ -27,6 +27,8 @@ from lightning_hybrid.parallel.tensor.plan import make_plan, plan_table
 from lightning_hybrid.strategies.compiled import check_compiled
 from lightning_hybrid.strategies.layouts import choose_layout, choose_stages, stage_table
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
 
 @dataclass(frozen=True)
 class Ground:
@@ -157,3 +159,16 @@ def _log_layout(layout: Layout, options: dict[str, Any]) -> None:
         f"hybrid_ptdp: pipeline {layout.pipeline} x data {data} x tensor {layout.tensor}{mode}, "
         f"{options['num_chunks']} chunk(s) a rank, schedule {options['schedule']}, zero_stage {options['zero_stage']}"
     )
+
+
+def warn_of_batch_norm(module: nn.Module, mesh: Mesh, num_microbatches: int | str) -> None:
+    """Warn of statistics that depend on the layout."""
+    norms = [name for name, child in module.named_modules() if isinstance(child, BATCH_NORMS)]
+    one = mesh.layout.data == 1 and (
+        num_microbatches == 1 or (num_microbatches == "auto" and mesh.layout.pipeline == 1)
+    )
+    if norms and not one:
+        rank_zero_warn(
+            f"{norms[0]} normalises by the statistics of each micro-batch, so that results depend on the number of "
+            "micro-batches and replicas."
+        )

@@ -132,7 +132,7 @@ def assembled():
         "ground": (ground.mesh.layout, ground.blocks, ground.sizes),
         "embedding": (first, module.embed.weight.detach()),
         "offset": module.offset.tolist(),
-        "keys": assembly.keys == keys,
+        "keys": list(assembly.outline.shapes) == keys,
         "optimized": sum(p.numel() for group in optimizer.param_groups for p in group["params"]),
         "here": sum(p.numel() for p in module.parameters()),
         "nested": module.encoder.use_nested_tensor,

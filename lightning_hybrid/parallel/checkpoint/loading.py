@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.parallel.checkpoint.stored import StoredState
 from lightning_hybrid.parallel.engine import Engine
 from lightning_hybrid.parallel.zero.shards import shard_like
 
@@ -31,45 +33,83 @@ def load_model_state(engine: Engine, keys: Sequence[str], state: Mapping[str, An
             "same model, or set strict_loading=False on the LightningModule."
         )
     local = engine.root.state_dict()
-    part = {key: _part(engine, key, state[key], local[key]) for key in local if key in state}
     _check_slices(engine, state, local)
+    part = {key: _local(engine, key, state, local[key]) for key in local if key in state}
     engine.root.load_state_dict(part, strict=False)
 
 
-def load_optimizer_state(
-    engine: Engine, optimizer: Optimizer, names: list[list[str]], saved: Mapping[str, Any], saved_names: Any
+class SavedOptimizer(Protocol):
+    """What is saved of an optimizer's state."""
+
+    def part(self, engine: Engine, name: str, parameter: nn.Parameter) -> dict[str, Any] | None:
+        """This rank's part of the state of one parameter; None if it has none."""
+
+
+class WholeOptimizer:
+    """A `state_dict` over the whole model.
+
+    Args:
+        saved: It.
+        names: Names of the parameters of each group.
+    """
+
+    def __init__(self, saved: Mapping[str, Any], names: Sequence[Sequence[str]]) -> None:
+        self._by_name: dict[str, Any] = {}
+        for group, members in zip(saved["param_groups"], names, strict=True):
+            self._by_name |= {name: saved["state"].get(i) for i, name in zip(group["params"], members, strict=True)}
+
+    def part(self, engine: Engine, name: str, parameter: nn.Parameter) -> dict[str, Any] | None:
+        """This rank's part of the state of one parameter, in its own memory: the whole may be a mapped file."""
+        state = self._by_name.get(name)
+        if state is None:
+            return None
+        parts = {key: (value, _part(engine, name, value, parameter)) for key, value in state.items()}
+        return {key: p.clone() if p is whole and isinstance(p, Tensor) else p for key, (whole, p) in parts.items()}
+
+
+def load_groups(
+    optimizer: Optimizer, names: list[list[str]], saved: Sequence[Mapping[str, Any]], saved_names: Any
 ) -> None:
-    """Load the part of a whole optimizer's state that belongs to this rank's parameters.
+    """Take the options of an optimizer's groups: rates, decays.
+
+    Args:
+        optimizer: The optimizer over this rank's parameters.
+        names: Parameters of each of its groups over the whole model.
+        saved: The saved groups.
+        saved_names: Names of the parameters of each; None where the order is the model's.
+
+    Raises:
+        ValueError: If they are not the optimizer's.
+    """
+    _check_groups(optimizer, names, saved, saved_names or names)
+    states = optimizer.state_dict()
+    for group, old in zip(states["param_groups"], saved, strict=True):
+        group |= {key: value for key, value in old.items() if key not in ("params", "param_names")}
+    optimizer.load_state_dict(states)
+
+
+def load_optimizer_state(engine: Engine, optimizer: Optimizer, saved: SavedOptimizer) -> None:
+    """Load the part of an optimizer's state that belongs to this rank's parameters.
 
     Args:
         engine: This rank's engine.
-        optimizer: The optimizer over this rank's parameters.
-        names: Parameters of each of its groups over the whole model.
-        saved: Its `state_dict` over the whole model.
-        saved_names: Names of the parameters of each saved group; None where the order is the model's.
-
-    Raises:
-        ValueError: If the saved groups are not the optimizer's.
+        optimizer: The optimizer over this rank's parameters; its groups are loaded.
+        saved: Its state over the whole model.
     """
-    wanted = saved_names or names
-    _check_groups(optimizer, names, saved["param_groups"], wanted)
-    by_name: dict[str, Any] = {}
-    for group, members in zip(saved["param_groups"], wanted, strict=True):
-        by_name |= {name: saved["state"].get(i) for i, name in zip(group["params"], members, strict=True)}
     name_of = {id(parameter): name for name, parameter in engine.named_parameters().items()}
-    states, groups, number = dict[int, Any](), list[dict[str, Any]](), 0
-    for group, old in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        options = {key: value for key, value in old.items() if key not in ("params", "param_names")}
-        own_names = {"param_names": group["param_names"]} if "param_names" in group else {}
-        held = range(number, number + len(group["params"]))
-        groups.append({**options, **own_names, "params": list(held)})
-        for index, parameter in zip(held, group["params"], strict=True):
-            name = name_of[id(parameter)]
-            state = by_name.get(name)
-            if state is not None:
-                states[index] = {key: _part(engine, name, value, parameter) for key, value in state.items()}
-        number += len(held)
-    optimizer.load_state_dict({"state": states, "param_groups": groups})
+    states = dict[int, Any]()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in enumerate(parameters):
+        state = saved.part(engine, name_of[id(parameter)], parameter)
+        if state is not None:
+            states[index] = state
+    optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _local(engine: Engine, key: str, state: Mapping[str, Any], like: Any) -> Any:
+    """What this rank holds of a state's entry."""
+    part = state.part(engine, key, like) if isinstance(state, StoredState) else None
+    return _part(engine, key, state[key], like) if part is None else part
 
 
 def _part(engine: Engine, name: str, value: Any, like: Any) -> Any:
@@ -81,7 +121,8 @@ def _check_slices(engine: Engine, state: Mapping[str, Any], local: Mapping[str, 
     """Refuse tensors of another length: one that is as long as a slice would else be taken for the slice."""
     splits = engine.tensor.splits if engine.tensor is not None else {}
     for name in (name for name in splits if name in state and name in local):
-        found, wanted = tuple(state[name].shape), splits[name].whole_shape(local[name].shape)
+        shape = state.shape(name) if isinstance(state, StoredState) else state[name].shape
+        found, wanted = tuple(shape or ()), splits[name].whole_shape(local[name].shape)
         if found != wanted:
             raise RuntimeError(
                 f"The checkpoint does not fit {type(engine.root).__name__}: {name} has shape {list(found)} there and "

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -28,7 +27,7 @@ def gather_model_state(engine: Engine, keys: list[str]) -> dict[str, Any]:
     local = engine.root.state_dict()
     wanted = set(keys)
     mine = {
-        key: _gathered(engine, key, local[key], local[key]) for key in local if key in wanted and _saves(engine, key)
+        key: _gathered(engine, key, local[key], local[key]) for key in local if key in wanted and saves(engine, key)
     }
     parts = _collect(engine, mine)
     if parts is None:
@@ -62,13 +61,19 @@ def gather_optimizer_state(
     mine = {
         name: {key: _gathered(engine, name, value, parameter) for key, value in optimizer.state[parameter].items()}
         for name, parameter in engine.named_parameters().items()
-        if parameter in optimizer.state and (engine.cut is None or _owns(engine, name))
+        if parameter in optimizer.state and owns(engine, name)
     }
     parts = _collect(engine, mine)
     if parts is None:
         return {}
     found = {name: state for part in parts for name, state in part.items()}
     order = [name for group in names for name in group]
+    state = {i: found[name] for i, name in enumerate(order) if name in found}
+    return {"state": state, "param_groups": saved_groups(optimizer, names, given)}
+
+
+def saved_groups(optimizer: Optimizer, names: list[list[str]], given: list[list[str] | None]) -> list[dict[str, Any]]:
+    """Options of an optimizer's groups, with the numbers of their parameters over the whole model."""
     groups, start = [], 0
     for group, members, own_names in zip(optimizer.param_groups, names, given, strict=True):
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -76,7 +81,7 @@ def gather_optimizer_state(
         named = {} if own_names is None else {"param_names": list(own_names)}
         groups.append({**options, "params": indices, **named})
         start += len(members)
-    return {"state": {i: found[name] for i, name in enumerate(order) if name in found}, "param_groups": groups}
+    return groups
 
 
 def _gathered(engine: Engine, name: str, value: Any, like: Any) -> Any:
@@ -123,21 +128,23 @@ def _receive(engine: Engine, source: int) -> Mapping[str, Any]:
     return part
 
 
-def _owns(engine: Engine, name: str) -> bool:
+def owns(engine: Engine, name: str) -> bool:
+    """Whether this pipeline rank is the one of its holders that saves a parameter which is here."""
+    if engine.cut is None:
+        return True
     if engine.ownership is None:
-        assert engine.cut is not None
         return (name in engine.cut.outside and engine.mesh.pipeline_rank == 0) or name not in engine.cut.outside
     return engine.ownership.owner(name) == engine.mesh.pipeline_rank
 
 
-def _saves(engine: Engine, key: str) -> bool:
+def saves(engine: Engine, key: str) -> bool:
     """Whether this rank's value of a state key is the one to keep."""
     cut = engine.cut
     if cut is None:
         return True
     name = cut.aliases.get(key, key)
     if name in cut.parameters:
-        return _owns(engine, name)
+        return owns(engine, name)
     position = next((i for i, block in enumerate(cut.blocks) if key.startswith(f"{block}.")), None)
     if position is not None:
         return cut.stage_of_block(position) in cut.stages
@@ -148,8 +155,3 @@ def _rank_of_buffer(engine: Engine, key: str) -> int:
     """The pipeline rank whose value of a buffer is true: others may have computed it from empty tensors."""
     writers = engine.ownership.writers if engine.ownership is not None else {}
     return next((rank for name, rank in writers.items() if key == name or key.startswith(f"{name}.")), 0)
-
-
-def state_keys(root: torch.nn.Module) -> list[str]:
-    """Names of everything that the whole model saves."""
-    return list(root.state_dict())

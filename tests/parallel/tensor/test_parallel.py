@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.functional.splits import Split
-from lightning_hybrid.parallel.checkpoint.loading import load_model_state, load_optimizer_state
+from lightning_hybrid.parallel.checkpoint.loading import WholeOptimizer, load_model_state, load_optimizer_state
 from lightning_hybrid.parallel.checkpoint.saving import gather_model_state, gather_optimizer_state
 from lightning_hybrid.parallel.engine import Engine
 from lightning_hybrid.parallel.gradients import gradient_norm, local
@@ -104,7 +104,7 @@ def round_trip(data):
             local(parameter).fill_(9)
     optimizer.state.clear()
     load_model_state(engine, keys, box[0], strict=True)
-    load_optimizer_state(engine, optimizer, groups.names[0], box[1], None)
+    load_optimizer_state(engine, optimizer, WholeOptimizer(box[1], groups.names[0]))
     restored = all(torch.equal(local(p), parts[name]) for name, p in root.named_parameters())
     for name, parameter in engine.named_parameters().items():
         restored &= torch.equal(local(optimizer.state[parameter]["exp_avg"]), moments[name])

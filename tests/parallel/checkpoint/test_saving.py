@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_hybrid.parallel.checkpoint.saving import gather_model_state, gather_optimizer_state, state_keys, whole
+from lightning_hybrid.parallel.checkpoint.saving import gather_model_state, gather_optimizer_state, whole
 from lightning_hybrid.parallel.mesh import Layout, Mesh
 from lightning_hybrid.parallel.pipeline.cut import StageCut
 from lightning_hybrid.parallel.pipeline.ownership import settle
@@ -67,7 +67,7 @@ def engine_of(root, *, blocks="blocks.{}", sizes=(2, 2), chunks=1, needs=NEEDS):
 
 def model_state(needs):
     root = made()
-    keys = state_keys(root)
+    keys = list(root.state_dict())
     engine = engine_of(root, needs=needs)
     for i, block in enumerate(root.blocks):
         block.calls.fill_(10 * engine.mesh.rank + i)
@@ -105,7 +105,7 @@ def tied_blocks():
         torch.manual_seed(2)
         root = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
         root[2].weight = root[1].weight
-        keys = state_keys(root)
+        keys = list(root.state_dict())
         optimizer = torch.optim.SGD(root.parameters(), 0.1, momentum=0.9)
         groups = ParameterGroups([optimizer], root)
         engine = engine_of(root, blocks="{}", sizes=chunked, needs=needs)

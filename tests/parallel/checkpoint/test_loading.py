@@ -8,7 +8,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from lightning_hybrid.parallel.checkpoint.loading import load_model_state, load_optimizer_state
+from lightning_hybrid.parallel.checkpoint.loading import (
+    WholeOptimizer,
+    load_groups,
+    load_model_state,
+    load_optimizer_state,
+)
 from lightning_hybrid.parallel.pipeline.cut import StageCut
 from lightning_hybrid.parallel.zero.shards import shard_like
 from tests.launch import run_ranks
@@ -66,6 +71,11 @@ def test_names_that_do_not_fit_are_refused_unless_that_is_wanted():
     assert torch.equal(root.embed.weight, state["embed.weight"])
 
 
+def load_whole(engine, optimizer, names, saved, saved_names):
+    load_groups(optimizer, names, saved["param_groups"], saved_names)
+    load_optimizer_state(engine, optimizer, WholeOptimizer(saved, saved_names or names))
+
+
 NAMES = [[f"blocks.{i}.{leaf}" for i in range(4) for leaf in ("weight", "bias")], ["embed.weight"]]
 
 
@@ -86,7 +96,7 @@ def test_each_parameter_gets_its_own_state_whatever_the_order(rank, saved_names)
             {"params": root.embed.parameters()},
         ]
     )
-    load_optimizer_state(engine, here, NAMES, saved, saved_names)
+    load_whole(engine, here, NAMES, saved, saved_names)
     expected = dict(source.named_parameters())
     assert [group["lr"] for group in here.param_groups] == [0.7, 1e-3]
     assert len(here.state) == 5
@@ -99,10 +109,10 @@ def test_other_groups_are_refused_with_their_sizes():
     engine = engine_of(Model(), 0)
     saved = stepped(Model()).state_dict()
     with pytest.raises(ValueError, match=r"AdamW has groups of \[8, 1\] parameters and the present one has \[9\]"):
-        load_optimizer_state(engine, torch.optim.AdamW(engine.root.parameters()), [NAMES[0] + NAMES[1]], saved, None)
+        load_whole(engine, torch.optim.AdamW(engine.root.parameters()), [NAMES[0] + NAMES[1]], saved, None)
     strange = [[name.replace("0", "9") for name in NAMES[0]], NAMES[1]]
     with pytest.raises(ValueError, match=r"without \['blocks.9.weight', 'blocks.9.bias'\]"):
-        load_optimizer_state(engine, torch.optim.AdamW(engine.root.parameters()), NAMES, saved, strange)
+        load_whole(engine, torch.optim.AdamW(engine.root.parameters()), NAMES, saved, strange)
 
 
 def test_a_stateless_optimizer_has_nothing_to_load():
@@ -110,7 +120,7 @@ def test_a_stateless_optimizer_has_nothing_to_load():
     engine = engine_of(root, 0)
     optimizer = torch.optim.SGD([engine.cut.parameters["embed.weight"]], 0.1)
     saved = torch.optim.SGD([Model().embed.weight], 0.3).state_dict()
-    load_optimizer_state(engine, optimizer, [["embed.weight"]], saved, None)
+    load_whole(engine, optimizer, [["embed.weight"]], saved, None)
     assert optimizer.param_groups[0]["lr"] == 0.3
 
 

@@ -1,0 +1,179 @@
+"""A model and its optimizers as parts under the names of the unmodified module, and back."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_hybrid.parallel.checkpoint.parts import Part, Parts, part_of
+from lightning_hybrid.parallel.checkpoint.saving import owns, saves
+from lightning_hybrid.parallel.engine import Engine
+from lightning_hybrid.parallel.tensor.parallel import whole_tree
+from lightning_hybrid.parallel.zero.sharding import Sharded
+
+MODEL, OPTIMIZER = "model.", "optimizer."
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a whole model saves, noted before it is cut.
+
+    Attributes:
+        shapes: Of each state key that is a tensor, shape and type; of any other, None. In the model's order.
+        parameters: State keys of parameters, second names too.
+        tied: First key of each key whose tensor has another one before.
+    """
+
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype] | None]
+    parameters: frozenset[str]
+    tied: dict[str, str]
+
+    @classmethod
+    def of(cls, root: nn.Module) -> Outline:
+        """That of a module which is whole."""
+        state = root.state_dict(keep_vars=True)
+        shapes = {k: (tuple(v.shape), v.dtype) if isinstance(v, Tensor) else None for k, v in state.items()}
+        first: dict[int, str] = {}
+        tied = {k: first[id(v)] for k, v in state.items() if isinstance(v, Tensor) and first.setdefault(id(v), k) != k}
+        return cls(shapes, frozenset(name for name, _ in root.named_parameters(remove_duplicate=False)), tied)
+
+    def first(self, name: str) -> str:
+        """The first name of a parameter."""
+        return self.tied.get(name, name)
+
+
+class Reader(Protocol):
+    """Where tensors are read from, by the names that they were saved under."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of all tensors."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a whole tensor."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a tensor."""
+
+    def read(self, parts: Parts) -> None:
+        """Fill the pieces of each part."""
+
+
+def model_parts(engine: Engine, outline: Outline) -> tuple[dict[str, Part], dict[str, Any]]:
+    """What this rank has to save of the model: tensors by `model.` and their key, and whatever else its state has.
+
+    Raises:
+        RuntimeError: If a hook of `state_dict` has made tensors that cannot be put together.
+    """
+    parts: dict[str, Part] = {}
+    for name, parameter in engine.named_parameters().items():
+        key = outline.first(name)
+        if key in outline.shapes and _keeps(engine, name, parameter):
+            parts[MODEL + key] = _part(engine, name, parameter)
+    others: dict[str, Any] = {}
+    for key, value in engine.root.state_dict().items():
+        if key in outline.parameters or key not in outline.shapes or not saves(engine, key):
+            continue
+        value = whole_tree(value)  # a block may have kept parts of activations; all ranks of the axis come here
+        if engine.mesh.data_rank or engine.mesh.tensor_rank or key in outline.tied:
+            continue
+        if isinstance(value, Tensor):
+            parts[MODEL + key] = _checked(engine, outline, key, value)
+        else:
+            others[key] = value
+    return parts, others
+
+
+def optimizer_parts(
+    engine: Engine, optimizer: Optimizer, index: int, outline: Outline
+) -> tuple[dict[str, Part], dict[str, dict[str, Any]]]:
+    """What this rank has to save of an optimizer's state: tensors, and other values by parameter and entry.
+
+    Tensors of a parameter's shape are cut as it is; others, such as step counts, are whole on every rank.
+    """
+    parts: dict[str, Part] = {}
+    others: dict[str, dict[str, Any]] = {}
+    for name, parameter in engine.named_parameters().items():
+        if parameter not in optimizer.state or not owns(engine, name):
+            continue
+        key = outline.first(name)
+        for entry, value in optimizer.state[parameter].items():
+            if not isinstance(value, Tensor):
+                others.setdefault(key, {})[entry] = value
+            elif "." in entry:
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps {entry!r} of {key}: names of saved states must have no dot."
+                )
+            elif value.shape == parameter.shape and _keeps(engine, name, value):
+                parts[f"{OPTIMIZER}{index}.{key}.{entry}"] = _part(engine, name, value)
+            elif value.shape != parameter.shape and _keeps(engine, name, value, split=False):
+                parts[f"{OPTIMIZER}{index}.{key}.{entry}"] = part_of(value)
+    return parts, others
+
+
+def gather_others(engine: Engine, mine: dict[str, Any]) -> dict[str, Any]:
+    """What the first replica's ranks have that is no tensor, together on world rank 0; every rank must call it."""
+    mesh = engine.mesh
+    if mesh.data_rank > 0 or mesh.tensor_rank > 0:
+        return {}
+    everyone: list[Any] | None = [None] * mesh.layout.pipeline if mesh.rank == 0 else None
+    dist.gather_object(mine, everyone, dst=0, group=mesh.pipeline_group)
+    return {name: value for part in everyone or [] for name, value in part.items()}
+
+
+def new_part(engine: Engine, name: str, like: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Part]:
+    """A tensor in which this rank's part of a value of a parameter's shape can be read, and that part.
+
+    Args:
+        engine: This rank's engine.
+        name: The parameter's, as this rank knows it.
+        like: The parameter.
+        dtype: Type of the value; None takes the parameter's.
+    """
+    tensor = torch.empty_like(like, dtype=dtype or like.dtype, requires_grad=False)
+    return tensor.detach(), _part(engine, name, tensor)
+
+
+def _part(engine: Engine, name: str, tensor: Tensor) -> Part:
+    if engine.tensor is None or name not in engine.tensor.splits:
+        return part_of(tensor)
+    return part_of(tensor, engine.tensor.splits[name], engine.tensor.axis.size, engine.tensor.axis.rank)
+
+
+def _keeps(engine: Engine, name: str, value: Tensor, *, split: bool = True) -> bool:
+    """Whether this rank writes what it has of a value: of those that have the same, each writes some.
+
+    Args:
+        engine: This rank's engine.
+        name: The parameter's, as this rank knows it.
+        value: The parameter, or one of its state.
+        split: The tensor axis deals it out if it does so with the parameter.
+    """
+    if not owns(engine, name):
+        return False
+    mesh, number = engine.mesh, zlib.crc32(name.encode())
+    layout = mesh.layout
+    sharded = isinstance(value, DTensor) and isinstance(engine.data, Sharded)
+    rank, ranks = (mesh.replicate_rank, layout.replicate) if sharded else (mesh.data_rank, layout.data)
+    if engine.tensor is None or (split and name in engine.tensor.splits):
+        return number % ranks == rank
+    return number % (ranks * layout.tensor) == rank * layout.tensor + mesh.tensor_rank
+
+
+def _checked(engine: Engine, outline: Outline, key: str, value: Tensor) -> Part:
+    part, expected = part_of(value), outline.shapes[key]
+    if isinstance(value, DTensor) or expected is None or part.shape != expected[0]:
+        raise RuntimeError(
+            f"{key} is in the state of {type(engine.root).__name__} as something else than a parameter or a buffer: a "
+            "state_dict hook makes it of what this rank has, a part. Leave the hook out, or save full files of one "
+            "process."
+        )
+    return part

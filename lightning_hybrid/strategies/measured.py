@@ -1,0 +1,37 @@
+"""What a strategy tells of a run to whoever asks."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hybrid.parallel.pipeline.executor import Event
+from lightning_hybrid.strategies.states import StatefulStrategy
+
+
+class MeasuredStrategy(StatefulStrategy):
+    """Norms of gradients, and times of a schedule's actions."""
+
+    def gradient_norm(self, optimizer: Optimizer) -> Tensor:
+        """2-norm of the gradients of the whole model; all ranks must call it, as in `on_before_optimizer_step`.
+
+        Args:
+            optimizer: Its parameters count, each once, wherever they are.
+
+        Returns:
+            A float64 scalar, equal on all ranks.
+        """
+        assert self.assembly.clipping is not None
+        return self.assembly.clipping.norm(optimizer)
+
+    @property
+    def last_gradient_norm(self) -> Tensor | None:
+        """Norm before the last clipping by norm, equal on all ranks; None if nothing was clipped so far."""
+        return self.clipping.last_norm if self.clipping is not None else None
+
+    def timeline(self) -> list[Event]:
+        """Measured times of the last step's actions on all ranks of this replica's pipeline; all ranks must call it.
+
+        Set `record_timeline = True` before the step.
+        """
+        return self.assembly.engine.timeline()
