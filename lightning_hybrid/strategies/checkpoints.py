@@ -20,8 +20,9 @@ from lightning_hybrid.parallel.checkpoint import manifest as folders
 from lightning_hybrid.parallel.checkpoint.background import Background, HostCopies
 from lightning_hybrid.parallel.checkpoint.manifest import Manifest
 from lightning_hybrid.parallel.checkpoint.parts import Parts
+from lightning_hybrid.parallel.checkpoint.reading import FolderReader
 from lightning_hybrid.parallel.checkpoint.saving import saved_groups
-from lightning_hybrid.parallel.checkpoint.sharded import FolderReader, save_sharded
+from lightning_hybrid.parallel.checkpoint.sharded import save_sharded
 from lightning_hybrid.parallel.checkpoint.states import MODEL, Outline, gather_others, model_parts, optimizer_parts
 from lightning_hybrid.parallel.checkpoint.stored import StoredOptimizer, StoredState
 from lightning_hybrid.parallel.engine import Engine
@@ -36,11 +37,12 @@ class Checkpoints:
         background: Training goes on while a folder is written.
 
     Attributes:
+        in_background: Training goes on while a checkpoint is written.
         is_dumping: Lightning collects what a checkpoint is going to hold.
     """
 
     def __init__(self, timeout: timedelta | None, *, background: bool) -> None:
-        self._timeout, self._in_background = timeout, background
+        self._timeout, self.in_background = timeout, background
         self._background, self._copies = Background(), HostCopies()
         self._group: dist.ProcessGroup | None = None
         self.is_dumping = False
@@ -96,7 +98,7 @@ class Checkpoints:
         """
         self._background.wait()
         group = self._host_group()
-        if wait or not self._in_background:
+        if wait or not self.in_background:
             write(parts, group)
             return
         copies = self._copies.take(parts)

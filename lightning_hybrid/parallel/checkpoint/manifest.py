@@ -18,6 +18,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ import torch
 
 from lightning_hybrid.functional.boxes import Box
 
-FILE, DATA, FORMAT = "manifest.json", "data-", 1
+FILE, TRAINING, DATA, FORMAT = "manifest.json", "training.pt", "data-", 1
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,13 @@ class Chunk:
     Attributes:
         box: Where it lies in the whole.
         file: Name in the data folder.
-        offset: First byte of what `torch.save` has written of it.
-        length: Bytes of that.
-        crc32: Of the elements in memory order.
+        offset: First byte of its elements, which lie there in memory order.
+        crc32: Of them.
     """
 
     box: Box
     file: str
     offset: int
-    length: int
     crc32: int
 
 
@@ -174,7 +173,8 @@ def commit(path: Path, data: Path, manifest: Manifest) -> None:
     sync(data)
     sync(partial)
     if (path / FILE).exists():
-        _clean(path, read_manifest(path).data)
+        with suppress(RuntimeError):  # of a damaged one it is not known what it names
+            _clean(path, read_manifest(path).data)
         data.rename(path / data.name)
         sync(path)
         (partial / FILE).replace(path / FILE)

@@ -16,7 +16,8 @@ from lightning_hybrid.functional.splits import Split
 from lightning_hybrid.parallel.checkpoint import manifest as folders
 from lightning_hybrid.parallel.checkpoint.manifest import FILE, Manifest, read_manifest
 from lightning_hybrid.parallel.checkpoint.parts import Part, Piece, part_of
-from lightning_hybrid.parallel.checkpoint.sharded import FolderReader, save_sharded
+from lightning_hybrid.parallel.checkpoint.reading import FolderReader
+from lightning_hybrid.parallel.checkpoint.sharded import save_sharded
 from tests.launch import run_ranks
 
 FUSED = Split(0, (5, 3, 7))
