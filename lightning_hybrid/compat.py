@@ -144,6 +144,20 @@ def sharded_records(module: nn.Module | FSDPModule) -> list[Any]:
     return [record for group in sharded_groups(module) for record in group.fsdp_params]
 
 
+def partial_sum(group: Any) -> Tensor | None:
+    """One of those of `sharded_groups`' sums over its shards alone, which wait for the last backward pass of a window.
+
+    It is flat: padded shards, like `shard_memory`, of the parameters that are trained, in order.
+    """
+    flat: Tensor | None = group._partial_reduce_output
+    return flat
+
+
+def set_partial_sum(group: Any, flat: Tensor) -> None:
+    """Let the last backward pass of a window add this."""
+    group._partial_reduce_output = flat
+
+
 def drop_partial_sums(module: nn.Module | FSDPModule) -> None:
     """Forget sums over one group of replicas, which wait for the last backward pass of a window."""
     for group in sharded_groups(module):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.parallel.checkpoint.places import Place, on_parameter
 from lightning_hybrid.parallel.gradients import sum_gradients
 from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.pipeline.cut import StageCut
@@ -59,6 +60,15 @@ class DataParallel(Protocol):
 
     def held_parameters(self) -> list[nn.Parameter]:
         """All parameters that may have gradients."""
+
+    def places(self, name: str, parameter: nn.Parameter) -> list[Place]:
+        """Where a parameter's gradient may be between two batches of a window; the first takes what fits no other."""
+
+    def unused_parameters(self) -> set[str]:
+        """Names of parameters that have zeros, as no replica has used them in this window; all call it together."""
+
+    def note_used(self, names: Iterable[str]) -> None:
+        """Learn names of parameters that have got a gradient in a window that goes on."""
 
     def gather(self) -> None:
         """Make all parameters whole, so that forward passes need no collective."""
@@ -148,6 +158,17 @@ class Replicated:
     def held_parameters(self) -> list[nn.Parameter]:
         """Those of the model."""
         return list(self._root.parameters())
+
+    def places(self, name: str, parameter: nn.Parameter) -> list[Place]:
+        """Each replica has its own."""
+        return [on_parameter(parameter, "data", self._group.rank(), self._group.size())]
+
+    def unused_parameters(self) -> set[str]:
+        """None of them has a gradient."""
+        return set()
+
+    def note_used(self, names: Iterable[str]) -> None:
+        """Gradients tell."""
 
     def gather(self) -> None:
         """Everything is whole."""

@@ -135,6 +135,7 @@ class Engine(Holdings):
         program = self._program(len(plans))[self.mesh.pipeline_rank]
         backwards = [(a.stage, a.micro_batch) for a in program if a.kind is Kind.BACKWARD]
         to_host = self.accumulation is not None
+        self.in_window = False
         self.data.begin(backwards, reduce=reduce or to_host, hold=not reduce)
         self.note_trained()
         with self._surroundings():
@@ -148,6 +149,7 @@ class Engine(Holdings):
                 raise
         with self.thawed() if reduce or to_host else nullcontext():
             self._sum(last=reduce)
+        self.in_window = not reduce
 
     def _sum(self, *, last: bool) -> None:
         """Sum gradients after a batch, over the replicas and over whoever else has parts of them."""

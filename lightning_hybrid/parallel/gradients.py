@@ -19,6 +19,15 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def like_local(part: Tensor, like: Tensor) -> Tensor:
+    """What `local` would give back, as a tensor that is sharded if `like` is."""
+    if not isinstance(like, DTensor):
+        return part
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 def take_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
     """Remove all gradients and return them, for `install_gradients`."""
     taken = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from lightning_hybrid.parallel.checkpoint.places import Place
 from lightning_hybrid.parallel.data_parallel import DataParallel
 from lightning_hybrid.parallel.gradients import sum_gradients, take_gradients
 from lightning_hybrid.parallel.mesh import Mesh
@@ -34,6 +35,7 @@ class Holdings:
         data: Gathers parameters and sums gradients over the replicas.
         ownership: Who has what outside the blocks; None before `settle`.
         accumulation: Keeps gradients between the batches of a window in host memory, if that is asked for.
+        in_window: Gradients of earlier batches wait for more; false behind a step that has failed among them.
         reads: Finds modules that are read past their calls; None where that does not matter, and after `settle`.
     """
 
@@ -46,6 +48,7 @@ class Holdings:
         self.accumulation = HostAccumulation() if zero.accumulates_on_host else None
         self.reads = zero.watch(root, mesh)
         self._whole: dict[str, nn.Parameter] | None = None
+        self.in_window = False
         self._trained = set[nn.Parameter]()  # those that may have got gradients in this window
 
     @property
@@ -81,10 +84,34 @@ class Holdings:
 
     def forget_gradients(self) -> None:
         """Drop what an accumulation window has left that was never applied."""
+        self.in_window = False
         take_gradients(self.local_parameters())
+        self._trained.clear()
         self.data.abandon()
         if self.accumulation is not None:
             self.accumulation.forget()
+
+    def window_places(self) -> dict[str, list[Place]]:
+        """Of each parameter, where its gradient may be between two batches of a window."""
+        named = self.named_parameters()
+        if self.accumulation is not None:
+            return {name: [self.accumulation.place(parameter)] for name, parameter in named.items()}
+        return {name: self.data.places(name, parameter) for name, parameter in named.items()}
+
+    def unused_parameters(self) -> set[str]:
+        """Names of parameters that have zeros, as no replica has used them in this window; all call it together."""
+        return set() if self.accumulation is not None else self.data.unused_parameters()
+
+    def resume_window(self, names: Collection[str]) -> None:
+        """Go on with a window whose gradients have been put into `window_places`.
+
+        Args:
+            names: Parameters that have one on any rank.
+        """
+        self.in_window = True
+        self._trained.update(p for name, p in self.named_parameters().items() if name in names)
+        if self.accumulation is None:
+            self.data.note_used(names)
 
     def note_trained(self) -> None:
         """Learn which parameters a batch gives gradients to; some may be frozen before the window ends."""

@@ -27,34 +27,46 @@ class Counts:
 
 @dataclass
 class Window:
-    """The loss weights of an accumulation window.
+    """What is known of an accumulation window besides its gradients.
 
     Attributes:
-        weight: Their sum so far; 0 where the step returns none.
+        weight: Sum of the loss weights so far; 0 where the step returns none.
+        num_batches: Batches so far.
+        loss_scale: What their losses have been multiplied by.
+        weight_unit: What their loss weights have been divided by.
     """
 
     weight: float = 0.0
+    num_batches: int = 0
+    loss_scale: float = 1.0
+    weight_unit: float = 1.0
 
-    def add(self, num_weighted: float, num_plain: float, weight: float, *, first: bool) -> None:
+    def add(self, num_weighted: float, num_plain: float, weight: float, turn: Turn) -> None:
         """Count one batch of all replicas.
 
         Args:
             num_weighted: Micro-batches whose step returned a weight.
             num_plain: Those whose step returned none.
             weight: Sum of the weights.
-            first: The batch starts a window.
+            turn: The batch's place.
 
         Raises:
             ValueError: If some micro-batches of a window have a weight and others have none.
         """
-        if first:
+        if turn.first:
             self.weight = 0.0
+        self.num_batches, self.loss_scale, self.weight_unit = turn.index + 1, turn.loss_scale, turn.weight_unit
         if num_plain and (num_weighted or self.weight):
             raise ValueError(
                 f"training_step returned a loss_weight for {num_weighted:.0f} micro-batches and none for "
                 f"{num_plain:.0f} of the same accumulation window. Return it always or never."
             )
         self.weight += weight if num_weighted else 0.0
+
+    def factor(self, turn: Turn) -> float:
+        """What its gradients are multiplied by where those of the next batch are scaled in another way."""
+        unit = self.weight_unit / turn.weight_unit if self.weight else 1.0
+        return turn.loss_scale / self.loss_scale * unit
 
 
 @dataclass(frozen=True)
@@ -63,17 +75,22 @@ class Turn:
 
     Attributes:
         accumulate: `accumulate_grad_batches`.
-        first: The batch starts a window.
+        index: Batches of the window before this one.
         last: The batch ends it.
         loss_scale: What losses are multiplied by before they are differentiated.
         weight_unit: Power of two that loss weights are divided by meanwhile.
     """
 
     accumulate: int = 1
-    first: bool = True
+    index: int = 0
     last: bool = True
     loss_scale: float = 1.0
     weight_unit: float = 1.0
+
+    @property
+    def first(self) -> bool:
+        """The batch starts a window."""
+        return self.index == 0
 
     def weigh(self, weight: float) -> float:
         """What a loss of a given weight is multiplied by."""

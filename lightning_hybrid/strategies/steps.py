@@ -59,7 +59,7 @@ class StepRunner:
         schedule: Name of the schedule, for the number of micro-batches.
         num_chunks: Stages of each rank.
         num_microbatches: Wanted number, or "auto".
-        window: Loss weights of the accumulation window.
+        window: What is known of the accumulation window.
     """
 
     module: LightningModule
@@ -119,7 +119,7 @@ class StepRunner:
         weight = next((w for key, (_, w) in combined.items() if (key.kind, key.name) == ("output", LOSS)), 0.0)
         num_weighted, num_plain, *wishes = totals
         signals.grant(trainer, wishes)
-        self.window.add(num_weighted, num_plain, weight, first=turn.first)
+        self.window.add(num_weighted, num_plain, weight, turn)
         if turn.last and num_weighted:
             divide_gradients(self.engine.local_parameters(), self.window.weight / turn.weight_unit)
         values: dict[str, Any] = outputs(combined)

@@ -66,11 +66,11 @@ class Training:
     def _turn(assembly: Assembly, precision: Precision, batch: Any) -> Turn:
         trainer = assembly.module.trainer
         accumulate = trainer.accumulate_grad_batches
-        first = trainer.fit_loop.batch_idx % accumulate == 0  # when Lightning zeroes gradients too
+        index = trainer.fit_loop.batch_idx % accumulate  # 0 when Lightning zeroes gradients too
         scale, unit = 1.0, 1.0
         if isinstance(precision, Masters):
             scale, unit = precision.loss_scale, precision.unit_of(batch)
-        return Turn(accumulate, first, not is_accumulating(trainer), scale, unit)
+        return Turn(accumulate, index, not is_accumulating(trainer), scale, unit)
 
     def step_by_hand(self, assembly: Assembly, precision: Precision, args: Sequence[Any]) -> Any:
         """Run one batch of a module that optimizes manually."""

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.parallel.gradients import local
+from lightning_hybrid.parallel.checkpoint.places import Place
+from lightning_hybrid.parallel.gradients import like_local, local
 
 
 class HostAccumulation:
@@ -43,6 +44,21 @@ class HostAccumulation:
     def forget(self) -> None:
         """Drop a window that is not going to be applied."""
         self._sums.clear()
+
+    def place(self, parameter: nn.Parameter) -> Place:
+        """Where a parameter's sum is: over all replicas, and no more on the parameter."""
+
+        def get() -> Tensor | None:
+            total = self._sums.get(parameter)
+            return None if total is None else like_local(total, parameter)
+
+        def empty() -> Tensor:
+            return like_local(torch.empty_like(local(parameter.detach()), device="cpu"), parameter)
+
+        def put(gradient: Tensor) -> None:
+            self._sums[parameter] = local(gradient)
+
+        return Place("all", 0, 1, get, empty, put)
 
     def num_bytes(self) -> int:
         """Bytes that are held on the host."""

@@ -13,10 +13,9 @@ said here beforehand: which units the next backward pass belongs to, which of th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.compat import free_early
+from lightning_hybrid.parallel.checkpoint.places import Place, on_parameter
 from lightning_hybrid.parallel.data_parallel import Backwards, maxima
 from lightning_hybrid.parallel.gradients import make_buckets, sum_gradients
 from lightning_hybrid.parallel.mesh import Mesh
@@ -35,7 +35,8 @@ from lightning_hybrid.parallel.zero.calls import Calls
 from lightning_hybrid.parallel.zero.twins import Twins
 from lightning_hybrid.parallel.zero.units import Unit, loose_parameters
 from lightning_hybrid.parallel.zero.waiting import complete_waiting, drop_waiting, waiting_gradients
-from lightning_hybrid.parallel.zero.wrappers import Bucket, Step, own_memory
+from lightning_hybrid.parallel.zero.windows import places_of_copy, places_of_replica
+from lightning_hybrid.parallel.zero.wrappers import Bucket, Step, configure, own_memory
 
 
 class Sharded:
@@ -96,7 +97,7 @@ class Sharded:
         self.modules = [*(module for _, module in self._units), *self._buckets]
         free_early(self._root)
         self._fills = hasattr(self._root, "set_reduce_scatter_unused_params")
-        self._configure()
+        configure(self._units, self._buckets, zero_stage=zero_stage, fills=self._fills)
         if fill is not None:
             fill()
         present = dict(root.named_parameters())
@@ -185,6 +186,29 @@ class Sharded:
         """All that may have gradients: the slices, and what modules show in their place while it is whole."""
         return [*self.sharded.values(), *self._twins.whole, *self.loose]
 
+    def places(self, name: str, parameter: nn.Parameter) -> list[Place]:
+        """On shards what is summed; before that whole in stage 1, and with copies of shards in the sums of each."""
+        if name not in self.sharded:
+            return [on_parameter(parameter, "data", self._mesh.data_rank, self._mesh.layout.data)]
+        places = [on_parameter(parameter, "all")]
+        if self._zero_stage == 1:
+            whole = self._twins.whole_of(parameter)
+            places += places_of_replica(parameter, whole, self.modules, self._mesh, self._reduce_dtype)
+        elif self._fills and self._mesh.layout.replicate > 1:
+            places += places_of_copy(parameter, self.modules, self._mesh, self._reduce_dtype)
+        return places
+
+    def unused_parameters(self) -> set[str]:
+        """Those that have zeros because others that travel with them have gradients."""
+        counts = torch.tensor([name in self._present for name in self.sharded], dtype=torch.int32)
+        counts = counts.to(self._mesh.device)
+        dist.all_reduce(counts, group=self._mesh.data_group)
+        return {name for name, replicas in zip(self.sharded, counts.tolist(), strict=True) if not replicas}
+
+    def note_used(self, names: Iterable[str]) -> None:
+        """At the window's end they keep what they have got."""
+        self._present.update(self.sharded.keys() & set(names))
+
     def gather(self) -> None:
         """Make all parameters whole until `scatter`: forward passes then need no collective."""
         self._is_gathered = True
@@ -243,24 +267,6 @@ class Sharded:
             module.set_requires_all_reduce(last, recurse=False)
         is_done = self._reduce and not self._hold and left <= 0
         module.set_reshard_after_backward(self._zero_stage == 3 or is_done, recurse=False)
-
-    def _configure(self) -> None:
-        """Sums are sums; a block fetches its neighbour on the same stage ahead, and nothing else does.
-
-        By default a module gathers what ran before it, and that differs between replicas if only one of them has probed
-        a new shape. Where parameters stay whole until the last backward pass, there is nothing to fetch.
-        """
-        for module in self.modules:
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-            if self._fills:  # since torch 2.13
-                module.set_reduce_scatter_unused_params(True)
-            module.set_modules_to_backward_prefetch([module])  # none but itself, which is gathered
-        blocks = [(unit.stages, module) for unit, module in self._units if unit.is_block]
-        for (stages, module), (next_stages, following) in pairwise(blocks):
-            if self._zero_stage == 3 and stages == next_stages:
-                module.set_modules_to_forward_prefetch([following])
-                following.set_modules_to_backward_prefetch([module])
 
     def _initialise(self, root: nn.Module) -> None:
         """Gather each unit once, to watch the whole parameters that `fully_shard` keeps for good.

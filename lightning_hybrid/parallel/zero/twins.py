@@ -23,6 +23,10 @@ class Twins:
         self._shards.append(shard)
         self._trained.append(True)
 
+    def whole_of(self, shard: nn.Parameter) -> nn.Parameter | None:
+        """What modules show in a shard's place; None for what cannot have a gradient."""
+        return next((whole for own, whole in zip(self._shards, self.whole, strict=True) if own is shard), None)
+
     def agree(self) -> None:
         """Where the user has frozen or thawed one of two, which is what modules have shown, let the other follow."""
         for index, (shard, whole) in enumerate(zip(self._shards, self.whole, strict=True)):

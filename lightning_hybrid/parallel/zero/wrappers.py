@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_hybrid.compat import is_view
 from lightning_hybrid.functional.trees import map_leaves
 from lightning_hybrid.parallel.pipeline.run import Result
+from lightning_hybrid.parallel.zero.units import Unit
 
 
 class Bucket(nn.Module):
@@ -42,3 +45,30 @@ def own_memory(module: nn.Module, args: Any, output: Any) -> Any:
         return leaf.clone() if is_seen else leaf
 
     return map_leaves(own, output)
+
+
+def configure(
+    units: Sequence[tuple[Unit, Any]], buckets: Sequence[FSDPModule], *, zero_stage: int, fills: bool
+) -> None:
+    """Sums are sums; a block fetches its neighbour on the same stage ahead, and nothing else does.
+
+    By default a module gathers what ran before it, and that differs between replicas if only one of them has probed
+    a new shape. Where parameters stay whole until the last backward pass, there is nothing to fetch.
+
+    Args:
+        units: In the model's order, with their modules.
+        buckets: All else that is gathered together.
+        zero_stage: 1, 2 or 3.
+        fills: `fully_shard` can take zeros for gradients that are not there.
+    """
+    for module in [*(module for _, module in units), *buckets]:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        if fills:  # since torch 2.13
+            module.set_reduce_scatter_unused_params(True)
+        module.set_modules_to_backward_prefetch([module])  # none but itself, which is gathered
+    blocks = [(unit.stages, module) for unit, module in units if unit.is_block]
+    for (stages, module), (next_stages, following) in pairwise(blocks):
+        if zero_stage == 3 and stages == next_stages:
+            module.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([module])
