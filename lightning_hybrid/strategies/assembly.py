@@ -41,6 +41,7 @@ from lightning_hybrid.strategies.precisions import Masters, SkippedSteps
 from lightning_hybrid.strategies.resuming import add_state, optimizer_names
 from lightning_hybrid.strategies.steps import StepRunner
 from lightning_hybrid.strategies.survey import Ground, warn_of_batch_norm
+from lightning_hybrid.strategies.windows import ResumedWindow
 
 STORED = "stored_optimizers"  # entry of a loaded checkpoint: where the optimizers' states are read from
 
@@ -57,6 +58,7 @@ class Assembly:
         outline: What the whole model saves.
         groups: Parameters of the optimizers over the whole model.
         is_plain: One process and one micro-batch: Lightning's own path serves.
+        resumed: The accumulation window of the checkpoint that a run goes on from, until its first batch.
     """
 
     module: LightningModule
@@ -67,6 +69,7 @@ class Assembly:
     groups: ParameterGroups | None
     is_plain: bool
     clipping: Clipping | None = None
+    resumed: ResumedWindow | None = None
     _skipped: SkippedSteps | None = None
     _waiting: list[tuple[Optimizer, SavedOptimizer]] = field(default_factory=list)
 
@@ -158,6 +161,7 @@ class Assembly:
 
     def use(self, groups: ParameterGroups) -> None:
         """Take new optimizers, made over the whole module, for what this rank holds of it."""
+        self.engine.forget_gradients()  # of a window that a run before has not finished
         groups.keep(self.engine.named_parameters())
         self.groups = groups
 

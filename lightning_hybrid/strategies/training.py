@@ -48,6 +48,13 @@ class Training:
             engine.forget_gradients()  # of a window that was never applied
         if trainer.fit_loop.batch_idx == 0 and engine.planner is not None:
             engine.planner.heed_frozen()
+
+        def on_planned() -> None:
+            assembly.settle()
+            resumed, assembly.resumed = assembly.resumed, None
+            if resumed is not None:
+                resumed.restore(engine, assembly.runner.window, turn)
+
         self.has_run = True
         engine.executor.record = record
         output = assembly.runner.train(
@@ -55,7 +62,7 @@ class Training:
             precision.train_step_context,
             turn,
             name=(trainer.current_epoch, trainer.fit_loop.batch_idx),
-            on_planned=assembly.settle,
+            on_planned=on_planned,
         )
         self.taken = take_gradients(engine.local_parameters())
         if turn.last and isinstance(precision, Masters):

@@ -147,6 +147,6 @@ def _check_names(engine: Engine, saved: Mapping[str, object]) -> None:
     if strange:
         raise ValueError(
             f"The checkpoint was saved within an accumulation window and has gradients of {strange[:3]} "
-            f"({len(strange)} in all), which {type(engine.root).__name__} has not. Resume with the model that was saved, or load the "
-            "weights alone (load_from_checkpoint)."
+            f"({len(strange)} in all), which {type(engine.root).__name__} has not. Resume with the model that was "
+            "saved, or load the weights alone (load_from_checkpoint)."
         )
