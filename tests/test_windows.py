@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from lightning_hybrid.parallel.checkpoint.parts import all_pieces
+from lightning_hybrid.precision import FP16MasterWeights
 from lightning_hybrid.strategies.windows import ResumedWindow, kept_window
 from tests.launch import run_trainers
 from tests.small import WIDTH, Small, hybrid, samples, trainer_of, weights
@@ -32,9 +33,9 @@ class Mixing(nn.Module):
 
 
 class Windowed(Small):
-    """Tied weights, one parameter that stays whole, one that no batch uses, and one that only some samples use."""
+    """Tied weights, a scalar, which stays whole, and a parameter that no batch uses."""
 
-    block, depth, rate, weighted = Mixing, 4, 0.02, False
+    block, depth, rate, weighted, loss_scale = Mixing, 4, 0.02, False, None
 
     def __init__(self):
         super().__init__()
@@ -44,6 +45,7 @@ class Windowed(Small):
         self.unused = nn.Parameter(torch.ones(3, 4, dtype=torch.float64))
 
     def forward(self, x):
+        x = x.to(self.scale.dtype)
         place = torch.arange(1, LENGTH + 1, dtype=x.dtype).view(1, -1, 1) / LENGTH
         x = self.inlet(x[:, None, :] * place)
         for block in self.blocks:
@@ -58,9 +60,9 @@ class Windowed(Small):
         return {"loss": ((self(x) - y).square() * weight).sum() / weight.sum(), "loss_weight": weight.sum()}
 
     def configure_optimizers(self):
-        tied, rest = [self.inlet.weight, self.scale], [self.inlet.weight, self.scale]
-        others = [p for p in self.parameters() if all(p is not other for other in rest)]
-        return torch.optim.AdamW([{"params": others, "weight_decay": 0.3}, {"params": tied}], self.rate, eps=1e-3)
+        decayed = [p for p in self.parameters() if p.ndim > 1]
+        rest = [p for p in self.parameters() if p.ndim <= 1]
+        return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.3}, {"params": rest}], self.rate, eps=1e-3)
 
 
 class Weighted(Windowed):
@@ -102,24 +104,30 @@ class Spread:
         return DataLoader(batches, batch_size=None)
 
 
-LAYOUTS = {
-    1: [Spread(), Spread(on_host=True), Spread(zero_stage=3, offload=True)],
-    2: [
-        *(Spread(zero_stage=stage) for stage in range(4)),
-        *(Spread(pipeline=2, zero_stage=stage) for stage in (0, 2)),
-        Spread(zero_stage=0, on_host=True),
-        Spread(zero_stage=2, on_host=True),
-        Spread(zero_stage=3, offload=True),
-    ],
-    4: [
-        *(Spread(pipeline=2, chunks=2, zero_stage=stage) for stage in range(4)),
-        *(Spread(tensor=2, zero_stage=stage) for stage in range(4)),
-        *(Spread(replicate=2, zero_stage=stage) for stage in (1, 2, 3)),
-        Spread(pipeline=2, tensor=2),
-        Spread(pipeline=2, zero_stage=1, on_host=True),
-    ],
-}
-ALL = [(size, index) for size, layouts in LAYOUTS.items() for index in range(len(layouts))]
+CORE = [
+    (1, Spread()),
+    (2, Spread(zero_stage=1)),
+    (4, Spread(pipeline=2, chunks=2, zero_stage=1)),
+    (2, Spread(zero_stage=2, on_host=True)),
+    (4, Spread(tensor=2)),
+    (2, Spread(pipeline=2)),
+    (4, Spread(replicate=2, zero_stage=3)),
+    (4, Spread(tensor=2, zero_stage=2)),
+]
+MORE = [
+    (1, Spread(on_host=True)),
+    *((2, Spread(zero_stage=stage)) for stage in (0, 2, 3)),
+    *((4, Spread(pipeline=2, chunks=2, zero_stage=stage)) for stage in (0, 2, 3)),
+    (1, Spread(zero_stage=3, offload=True)),
+    (2, Spread(pipeline=2, zero_stage=2)),
+    *((4, Spread(tensor=2, zero_stage=stage)) for stage in (1, 3)),
+    (2, Spread(on_host=True)),
+    *((4, Spread(replicate=2, zero_stage=stage)) for stage in (1, 2)),
+    (2, Spread(zero_stage=3, offload=True)),
+    (4, Spread(pipeline=2, tensor=2)),
+    (2, Spread(zero_stage=1, on_host=True)),
+    (4, Spread(pipeline=2, zero_stage=1, on_host=True)),
+]
 
 
 class Keep(Callback):
@@ -181,53 +189,136 @@ class Seed(Callback):
 
 def run(model, spread, callbacks=(), path=None):
     options = {"accumulate_grad_batches": ACCUMULATE, "use_distributed_sampler": False}
+    if model.loss_scale is not None:
+        options["plugins"] = [FP16MasterWeights(loss_scale=model.loss_scale)]
     trainer = trainer_of(spread.strategy(), callbacks=list(callbacks), **options)
     trainer.fit(model(), spread.loader(0 if path is None else STOP + 1), ckpt_path=path)
     assert trainer.global_step == 2
     return dict(weights(trainer))
 
 
-def saving(model, layouts, names, folder):
-    return [
-        (run(model, spread), run(model, spread, [Keep(folder / name)]))
-        for spread, name in zip(layouts, names, strict=True)
-    ]
+def saving(model, numbered, folder):
+    return [(run(model, spread), run(model, spread, [Keep(folder / str(number))])) for number, spread in numbered]
 
 
 def resuming(model, pairs, folder):
-    return [run(model, spread, [Seed(folder / name)], f"{folder / name}.ckpt") for spread, name in pairs]
+    return [
+        run(model, spread, [Seed(folder / str(source))], f"{folder / str(source)}.ckpt") for spread, source in pairs
+    ]
 
 
-def name_of(size, index):
-    return f"{size}-{index}"
+def check(model, folder, layouts, tolerance=None):
+    """Each layout saves, and finishes what it has saved itself and what the one before it has.
 
-
-def check(model, folder, chosen):
-    """Each layout saves, and finishes what it saved, and what the ones before it have."""
-    states, expected = {}, None
-    sizes = sorted({size for size, _ in chosen})
+    Returns:
+        What the saved gradients are addends of: for each layout, the names of their places.
+    """
+    tolerance = tolerance or {"rtol": 1e-9, "atol": 1e-12}
+    sizes, states = sorted({size for size, _ in layouts}), {}
     for size in sizes:
-        own = [index for of, index in chosen if of == size]
-        names = [name_of(size, index) for index in own]
-        results = run_trainers(size, saving, model, [LAYOUTS[size][i] for i in own], names, folder, timeout=300)[0]
-        for index, (alone, saved) in zip(own, results, strict=True):
-            assert_close(saved, alone, rtol=0, atol=0, msg=lambda m, i=index, s=size: f"saving disturbs {s}-{i}: {m}")
-            expected = expected or alone
-            assert_close(alone, expected, rtol=1e-9, atol=1e-12)
-            states[size, index] = alone
+        numbered = [(number, spread) for number, (of, spread) in enumerate(layouts) if of == size]
+        for (number, spread), (alone, saved) in zip(
+            numbered, run_trainers(size, saving, model, numbered, folder, timeout=300)[0], strict=True
+        ):
+            states[number] = alone
+            same(saved, alone, f"{spread} while it saves", rtol=0, atol=0)
+    for number, (_, spread) in enumerate(layouts):
+        same(states[number], states[0], str(spread), **tolerance)
     for size in sizes:
-        pairs = []
-        for place, target in enumerate(chosen):
-            sources = {target, chosen[place - 1], chosen[(3 * place + 1) % len(chosen)]}
-            pairs += [(target, source) for source in sorted(sources) if target[0] == size]
-        todo = [(LAYOUTS[size][index], name_of(*source)) for (_, index), source in pairs]
-        found = run_trainers(size, resuming, model, todo, folder, timeout=300)[0]
-        for (target, source), state in zip(pairs, found, strict=True):
-            about = f"{LAYOUTS[size][target[1]]} from {LAYOUTS[source[0]][source[1]]}"
-            exact = {"rtol": 0, "atol": 0} if target == source else {"rtol": 1e-9, "atol": 1e-12}
-            assert_close(state, states[target], **exact, msg=lambda m, a=about: f"{a}: {m}")
+        own = [number for number, (of, _) in enumerate(layouts) if of == size]
+        pairs = [(number, source) for number in own for source in (number, (number - 1) % len(layouts))]
+        todo = [(layouts[number][1], source) for number, source in pairs]
+        for (number, source), state in zip(
+            pairs, run_trainers(size, resuming, model, todo, folder, timeout=300)[0], strict=True
+        ):
+            exact = {"rtol": 0, "atol": 0} if number == source else tolerance
+            same(state, states[number], f"{layouts[number][1]} from {layouts[source][1]}", **exact)
+    return [places(folder / f"{number}.window") for number in range(len(layouts))]
 
 
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+def same(state, expected, about, **tolerance):
+    assert_close(state, expected, **tolerance, msg=lambda message: f"{about}: {message}")
+
+
+def places(path):
+    return {name.split(".")[1] for name in torch.load(path, weights_only=True)["tensors"]}
+
+
+RESUMING = "ignore:You're resuming from a checkpoint that ended before the epoch"
+
+
+@pytest.mark.filterwarnings(RESUMING)
 def test_a_window_goes_on_under_any_layout(tmp_path):
-    check(Windowed, tmp_path, ALL)
+    whole, shards, pipeline, host, tensor, holders, copies, both = check(Weighted, tmp_path, CORE)
+    assert whole == {"data0"}
+    assert shards == {"data0", "data1"}
+    assert pipeline == {f"data{data}{holder}" for data in (0, 1) for holder in ("", "-pipeline0", "-pipeline1")}
+    assert host == {"all"}
+    assert tensor == {f"data{data}{part}" for data in (0, 1) for part in ("", "-tensor0", "-tensor1")}
+    assert holders == {"data0", "data0-pipeline0", "data0-pipeline1"}
+    assert copies == {"copy0", "copy1", "data0", "data1", "data2", "data3"}, "the scalar stays whole"
+    assert both == {"all", "all-tensor0", "all-tensor1", "data0", "data1"}
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings(RESUMING)
+def test_a_window_goes_on_under_many_more_layouts(tmp_path):
+    check(Windowed, tmp_path, CORE + MORE)
+
+
+class Changing(Windowed):
+    """What is outside the last two blocks is trained by the first batch of the second window, and not by the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.set(False)
+
+    def set(self, trained):
+        for name, parameter in self.named_parameters():
+            if not name.startswith(("blocks.2", "blocks.3")):
+                parameter.requires_grad_(trained)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.set(batch_idx == ACCUMULATE)
+
+
+@pytest.mark.filterwarnings(RESUMING)
+def test_what_was_frozen_within_the_window_keeps_its_gradient(tmp_path):
+    layouts = [(1, Spread()), *((2, Spread(zero_stage=stage)) for stage in (1, 3))]
+    check(Changing, tmp_path, layouts)
+    for number in range(len(layouts)):
+        names = torch.load(tmp_path / f"{number}.window", weights_only=True)["tensors"]
+        assert any(name.endswith(".blocks.0.up.weight") for name in names)
+
+
+class Choosy(Windowed):
+    """Batches of one replica use a parameter that those of the other do not."""
+
+    def forward(self, x):
+        first = dist.get_rank() == 0
+        return super().forward(x) + (self.unused.sum() if first else 0) * x.mean()
+
+
+@pytest.mark.filterwarnings(RESUMING)
+def test_a_gradient_of_one_replica_goes_on(tmp_path):
+    kept = [(0, False), (1, False), (2, False), (3, False), (1, True)]
+    layouts = [(2, Spread(zero_stage=stage, on_host=on_host)) for stage, on_host in kept]
+    check(Choosy, tmp_path, layouts)
+
+
+class Halves(Weighted):
+    """float16 over float32 masters: gradients wait in float32, scaled."""
+
+    loss_scale = 128.0
+
+    def __init__(self):
+        super().__init__()
+        self.float()
+
+
+@pytest.mark.filterwarnings(RESUMING)
+def test_gradients_of_masters_go_on(tmp_path):
+    """Sums in another order change a master's last bit, which may turn a float16 copy's: 1e-3 of what it gives."""
+    layouts = [(2, Spread(zero_stage=1)), (2, Spread(zero_stage=2)), (2, Spread(zero_stage=3, on_host=True))]
+    found = check(Halves, tmp_path, layouts, {"rtol": 1e-3, "atol": 1e-4})
+    assert found == [{"data0", "data1"}, {"all", "data0", "data1"}, {"all"}]

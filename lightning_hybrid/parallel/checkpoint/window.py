@@ -9,7 +9,7 @@ same, up to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -50,8 +50,8 @@ def window_parts(engine: Engine) -> Parts:
         for place in places if name not in unused else ():
             gradient = place.get()
             if gradient is not None:
-                own = place.names[place.index]
-                parts[f"{WINDOW}{own}{_of_rank(engine, name)}.{name}"] = _part(engine, name, gradient)
+                addend = place.names[place.index] + _of_rank(engine, name)
+                parts[_stored(addend, name)] = _part(engine, name, gradient)
     return parts
 
 
@@ -70,33 +70,38 @@ def restore_window(engine: Engine, reader: Reader, *, factor: float = 1.0) -> No
     _check_names(engine, saved)
     engine.forget_gradients()
     for name, places in engine.window_places().items():
-        here, everywhere = _of_rank(engine, name), _of_ranks(engine, name)
-        known = {place_name + rank for place in places for place_name in place.names for rank in everywhere}
-        strangers = sorted(set(saved.get(name, ())) - known)
-        for place in places:
-            own = place.names[place.index] + here
-            addends = [own] if own in saved.get(name, ()) else []
-            if place is places[0] and own == place.names[0] + everywhere[0]:
-                addends += strangers
-            if addends:
-                total = _sum(engine, reader, name, addends, place)
-                local(total).mul_(factor)
-                place.put(total)
+        ranks, found = _of_ranks(engine, name), saved.get(name, [])
+        slots = [[own + rank for own in place.names for rank in ranks] for place in places]
+        strangers = sorted(set(found) - {slot for of_place in slots for slot in of_place})
+        for place, of_place in zip(places, slots, strict=True):
+            dealt = {slot: [slot] for slot in of_place if slot in found}
+            if place is places[0] and strangers:
+                dealt.setdefault(of_place[0], []).extend(strangers)
+            if dealt:
+                addends = dealt.get(place.names[place.index] + _of_rank(engine, name), [])
+                place.put(_sum(engine, reader, name, addends, place, factor))
     engine.resume_window(saved)
 
 
-def _sum(engine: Engine, reader: Reader, name: str, addends: Iterable[str], place: Place) -> Tensor:
-    """This rank's part of a sum; besides it, one addend at a time is in memory."""
-    total: Tensor | None = None
-    for addend in addends:
+def _sum(engine: Engine, reader: Reader, name: str, addends: Sequence[str], place: Place, factor: float) -> Tensor:
+    """This rank's part of a sum, zeros where it is one of nothing; besides it, one addend at a time is in memory.
+
+    Where others have a gradient it takes one too: what is frozen by now gets no more, and is summed with theirs.
+    """
+    total = place.empty()
+    reader.read({_stored(addend, name): _part(engine, name, total) for addend in addends[:1]})
+    if not addends:
+        local(total).zero_()
+    for addend in addends[1:]:
         gradient = place.empty()
-        reader.read({f"{WINDOW}{addend}.{name}": _part(engine, name, gradient)})
-        if total is None:
-            total = gradient
-        else:
-            local(total).add_(local(gradient))
-    assert total is not None
+        reader.read({_stored(addend, name): _part(engine, name, gradient)})
+        local(total).add_(local(gradient))
+    local(total).mul_(factor)
     return total
+
+
+def _stored(addend: str, name: str) -> str:
+    return f"{WINDOW}{addend}.{name}"
 
 
 def _part(engine: Engine, name: str, gradient: Tensor) -> Part:
