@@ -322,3 +322,52 @@ def test_gradients_of_masters_go_on(tmp_path):
     layouts = [(2, Spread(zero_stage=1)), (2, Spread(zero_stage=2)), (2, Spread(zero_stage=3, on_host=True))]
     found = check(Halves, tmp_path, layouts, {"rtol": 1e-3, "atol": 1e-4})
     assert found == [{"data0", "data1"}, {"all", "data0", "data1"}, {"all"}]
+
+
+class Doubled(Halves):
+    loss_scale = 256.0
+
+
+class Stopping(Weighted):
+    """Fails between the first two batches of the second window."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == ACCUMULATE + 1:
+            raise ArithmeticError
+
+
+def edges(folder):
+    """What one process says and does with a window that is whole, wrong, or not there."""
+    path, spread = folder / "window", Spread()
+    alone = run(Weighted, spread, [Keep(path)])
+    saved, seed = torch.load(f"{path}.window", weights_only=True), Seed(path)
+    assert saved["numbers"]["num_batches"] == STOP + 1 - ACCUMULATE
+
+    seed.resumed = ResumedWindow(Memory(saved["tensors"]), {**saved["numbers"], "num_batches": 1})
+    with pytest.raises(ValueError, match=r"gradients of 1 batch\(es\) of an accumulation window that goes on after 2"):
+        run(Weighted, spread, [seed], f"{path}.ckpt")
+
+    strange = {f"{name}_of_old": tensor for name, tensor in saved["tensors"].items()}
+    seed.resumed = ResumedWindow(Memory(strange), saved["numbers"])
+    with pytest.raises(ValueError, match=r"gradients of \['scale_of_old', .* which Weighted has not"):
+        run(Weighted, spread, [seed], f"{path}.ckpt")
+
+    seed.resumed = ResumedWindow(Memory({}), {})
+    with pytest.warns(UserWarning, match=r"no gradients of the first 2 batch\(es\)"):
+        without = run(Weighted, spread, [seed], f"{path}.ckpt")
+    assert not torch.allclose(without["inlet.weight"], alone["inlet.weight"], rtol=1e-3, atol=1e-4)
+
+    trainer = trainer_of(spread.strategy(), accumulate_grad_batches=ACCUMULATE)
+    module = Stopping()
+    with pytest.raises(ArithmeticError):
+        trainer.fit(module, spread.loader(0))
+    trainer.fit(module, spread.loader(STOP + 1), ckpt_path=f"{path}.ckpt")
+    same(dict(weights(trainer)), without, "after a fit that failed within a window", rtol=0, atol=0)
+
+    alone = run(Halves, spread, [Keep(path)])
+    same(run(Doubled, spread, [Seed(path)], f"{path}.ckpt"), alone, "with another loss scale", rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings(RESUMING)
+def test_a_window_that_cannot_go_on_is_refused_or_warned_of(tmp_path):
+    run_trainers(1, edges, tmp_path)

@@ -35,6 +35,7 @@ from lightning_hybrid.parallel.tensor.parallel import TensorParallel, refuse_out
 from lightning_hybrid.parallel.zero.zero import Zero, reduction_dtype
 from lightning_hybrid.strategies.clipping import Clipping
 from lightning_hybrid.strategies.hooks import SharedHooks
+from lightning_hybrid.strategies.losses import Window
 from lightning_hybrid.strategies.metric_objects import MetricObjects, compute_metrics_together
 from lightning_hybrid.strategies.optimizers import ParameterGroups
 from lightning_hybrid.strategies.precisions import Masters, SkippedSteps
@@ -162,6 +163,7 @@ class Assembly:
     def use(self, groups: ParameterGroups) -> None:
         """Take new optimizers, made over the whole module, for what this rank holds of it."""
         self.engine.forget_gradients()  # of a window that a run before has not finished
+        self.runner.window = Window()
         groups.keep(self.engine.named_parameters())
         self.groups = groups
 
