@@ -17,6 +17,9 @@ from torch._dynamo import OptimizedModule as OptimizedModule
 
 # Where torch.vmap takes its arguments.
 from torch._functorch import vmap
+
+# Tensors without memory that torch.serialization.skip_data saves; torch documents them, but keeps them private.
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 # The only way to see every operation of a step; torch documents it, but keeps it in a private module.
@@ -34,6 +37,11 @@ if TYPE_CHECKING:
 def storage_key(tensor: Tensor) -> int:
     """Identity of a tensor's storage; its address is 0 for every empty storage and changes when FSDP resizes one."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def untyped(storage: torch.UntypedStorage | torch.TypedStorage) -> torch.UntypedStorage:
+    """What torch.save hands to a pickler as a tensor's storage, without its type; the public way to it warns."""
+    return storage._untyped_storage if isinstance(storage, torch.TypedStorage) else storage
 
 
 def version(tensor: Tensor) -> int:

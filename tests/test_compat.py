@@ -1,6 +1,8 @@
 """Each private name of another library still does what we use it for; a test that fails here names what has moved."""
 
 import inspect
+import io
+import pickle
 import signal
 from pathlib import Path
 
@@ -50,6 +52,28 @@ def test_storage_key_belongs_to_the_storage():
     x.untyped_storage().resize_(0)
     x.untyped_storage().resize_(400)
     assert compat.storage_key(x) == key
+
+
+def test_untyped_storage_of_what_torch_saves_is_the_tensors():
+    seen = []
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value):
+            if isinstance(value, torch.TypedStorage) or torch.is_storage(value):
+                seen.append(compat.untyped(value))
+            return "storage" if seen else None
+
+    x = torch.ones(2)
+    Pickler(io.BytesIO()).dump(x)
+    assert seen == [x.untyped_storage()]
+    assert seen[0] is x.untyped_storage() is compat.untyped(x.untyped_storage())
+
+
+def test_fake_tensors_have_storages_without_memory():
+    with compat.FakeTensorMode():
+        x = torch.empty(2**40, dtype=torch.float8_e4m3fn)
+    assert x.untyped_storage() is x.untyped_storage()
+    assert (x.untyped_storage().nbytes(), x.untyped_storage().device.type) == (2**40, "meta")
 
 
 def test_version_counts_writes():

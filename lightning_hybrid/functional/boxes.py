@@ -6,8 +6,9 @@ slices of each third.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 from torch import Tensor
@@ -58,6 +59,31 @@ class Box:
         for dim, (start, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             tensor = tensor.narrow(dim, start, size)
         return tensor
+
+    def runs(self, shape: Sequence[int]) -> Iterator[tuple[int, Box]]:
+        """The parts that lie in one piece in the memory of the whole, each after the number of elements before it."""
+        if not self.numel:
+            return
+        last = max((dim for dim, size in enumerate(self.sizes) if size != shape[dim]), default=0)
+        outer = zip(self.offsets[:last], self.sizes[:last], strict=True)
+        for index in product(*(range(start, start + size) for start, size in outer)):
+            offsets = (*index, *self.offsets[last:])
+            start = 0
+            for offset, size in zip(offsets, shape, strict=True):
+                start = start * size + offset
+            yield start, Box(offsets, (*(1 for _ in index), *self.sizes[last:]))
+
+    def cut(self, most: int) -> Iterator[Box]:
+        """Consecutive parts of at most `most` elements each."""
+        if self.numel <= max(1, most):
+            yield self
+            return
+        dim = next(dim for dim, size in enumerate(self.sizes) if size > 1)
+        size, offset = self.sizes[dim], self.offsets[dim]
+        step = max(1, most * size // self.numel)
+        for start in range(0, size, step):
+            offsets = (*self.offsets[:dim], offset + start, *self.offsets[dim + 1 :])
+            yield from Box(offsets, (*self.sizes[:dim], min(step, size - start), *self.sizes[dim + 1 :])).cut(most)
 
 
 def boxes_of_shard(
