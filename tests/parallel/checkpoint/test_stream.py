@@ -78,11 +78,11 @@ def peak(reset=False):
 
 
 def growth_of_memory(folder):
-    """What streaming takes beyond what each rank holds: 12 tensors of 8 MiB, in columns, of the last two ranks."""
+    """What streaming takes beyond what each rank holds: 12 tensors of 8 MiB, in columns of two ranks."""
     rank, size, stream.BLOCK = dist.get_rank(), 2, 2 * MIB
     split = Split(1, (1024,))
     names = [f"x{n}" for n in range(12)]
-    mine = {name: torch.full((2048, 512), float(n)) for n, name in enumerate(names)} if rank else {}
+    mine = {name: torch.full((512, 2048), float(n)).t() for n, name in enumerate(names)} if rank else {}
     parts = {name: part_of(tensor, split, size, rank - 1) for name, tensor in mine.items()}
     target = to_checkpoint(folder / "a.ckpt", dict) if rank == 0 else None
     stream_parts({"warm": part_of(torch.ones(1))}, None, to_checkpoint(folder / "b.ckpt", dict) if rank == 0 else None)
