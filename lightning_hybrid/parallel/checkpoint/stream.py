@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.functional.boxes import Box
-from lightning_hybrid.parallel.checkpoint.hollow import BLOCK, byte_view
+from lightning_hybrid.parallel.checkpoint.hollow import BLOCK
 from lightning_hybrid.parallel.checkpoint.hollow_torch import HollowCheckpoint, placeholder
 from lightning_hybrid.parallel.checkpoint.parts import Parts
+from lightning_hybrid.parallel.checkpoint.stream_plan import Plan, Spec, make_plan
 
-Spec = tuple[tuple[int, ...], torch.dtype]  # a whole tensor's shape and type
 Write = Callable[[str, Box, Tensor], None]  # takes a part of a tensor, whose memory is used again when it returns
 Target = Callable[[Mapping[str, Spec]], AbstractContextManager[Write]]  # opened with all tensors; closed when all is in
 
@@ -100,69 +99,6 @@ def to_memory(found: dict[str, Tensor]) -> Target:
     return opened
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is sent, in one order.
-
-    Attributes:
-        tensors: All of them.
-        owners: For each, the rank that each box is taken from.
-    """
-
-    tensors: Mapping[str, Spec]
-    owners: Mapping[str, Mapping[Box, int]]
-
-    def messages(self) -> Iterator[tuple[str, Box, Box, int]]:
-        """Each as (tensor, box that its rank holds, part of that which is sent at once, rank)."""
-        for name, boxes in self.owners.items():
-            for box, rank in sorted(boxes.items()):
-                for sent in box.cut(BLOCK // self.tensors[name][1].itemsize):
-                    yield name, box, sent, rank
-
-    def orders(self, rank: int) -> list[tuple[str, Box]]:
-        """The boxes that a rank is to send."""
-        return [(name, box) for name, boxes in self.owners.items() for box in sorted(boxes) if boxes[box] == rank]
-
-
-def make_plan(described: Sequence[Mapping[str, tuple[Spec, list[Box]]]]) -> Plan:
-    """Decide who sends what.
-
-    Args:
-        described: Of each rank, the tensors of which it has parts.
-
-    Raises:
-        ValueError: If the boxes do not cover each tensor exactly once.
-    """
-    tensors: dict[str, Spec] = {}
-    owners: dict[str, dict[Box, int]] = {}
-    for rank, known in enumerate(described):
-        for name, (spec, boxes) in known.items():
-            if tensors.setdefault(name, spec) != spec:
-                raise ValueError(f"{name} is {_words(spec)} on rank {rank} and {_words(tensors[name])} on a lower one.")
-            mine = owners.setdefault(name, {})
-            for box in boxes:
-                if box.numel:
-                    mine.setdefault(box, rank)
-    for name, spec in tensors.items():
-        _check_cover(name, spec[0], owners[name])
-    return Plan(tensors, owners)
-
-
-def _check_cover(name: str, shape: tuple[int, ...], owners: Mapping[Box, int]) -> None:
-    open_boxes: list[Box] = []  # those that reach as far in the first dimension as the next one begins
-    for box in sorted(owners):
-        open_boxes = [other for other in open_boxes if other.ends[:1] > box.offsets[:1]]
-        clash = next((other for other in open_boxes if other.meet(box)), None)
-        if clash is not None:
-            raise ValueError(
-                f"Ranks {owners[clash]} and {owners[box]} hold parts of {name} that overlap: {clash} and {box}."
-            )
-        open_boxes.append(box)
-    held, total = sum(box.numel for box in owners), Box.of(shape).numel
-    if held != total:
-        raise ValueError(f"All ranks together hold {held} of the {total} elements of {name}; it cannot be saved.")
-
-
 def _write_all(plan: Plan, parts: Parts, group: dist.ProcessGroup | None, write: Write) -> None:
     """Write what arrives; after an error the rest still arrives, so that nobody waits for a rank that gave up."""
     put, failure = _Assembly(plan, write), None
@@ -181,19 +117,23 @@ class _Assembly:
 
     def __init__(self, plan: Plan, write: Write) -> None:
         self._plan, self._write, self._missing = plan, write, 0
+        self._scattered = {
+            name: Box.of(plan.tensors[name][0]).numel * plan.tensors[name][1].itemsize
+            for name, held in plan.owners.items()
+            if any(next(box.runs(plan.tensors[name][0]))[1] != box for box in held)
+        }
+        self._memory = torch.empty(max(self._scattered.values(), default=0), dtype=torch.uint8)  # once, for all
 
     def __call__(self, name: str, box: Box, data: Tensor) -> None:
+        if name not in self._scattered:
+            self._write(name, box, data)
+            return
         shape, dtype = self._plan.tensors[name]
+        whole = self._memory[: self._scattered[name]].view(dtype).view(shape)
+        box.view(whole).copy_(data)
+        self._missing = (self._missing or Box.of(shape).numel) - box.numel
         if not self._missing:
-            if all(next(held.runs(shape))[1] == held for held in self._plan.owners[name]):
-                self._write(name, box, data)
-                return
-            self._whole, self._missing = torch.empty(shape, dtype=dtype), Box.of(shape).numel
-        box.view(self._whole).copy_(data)
-        self._missing -= box.numel
-        if not self._missing:
-            self._write(name, Box.of(shape), self._whole)
-            del self._whole
+            self._write(name, Box.of(shape), whole)
 
 
 def _arrivals(plan: Plan, parts: Parts, group: dist.ProcessGroup | None) -> Iterator[tuple[str, Box, Tensor]]:
@@ -201,7 +141,7 @@ def _arrivals(plan: Plan, parts: Parts, group: dist.ProcessGroup | None) -> Iter
     buffers = deque(torch.empty(2, BLOCK, dtype=torch.uint8))
     ahead: deque[tuple[str, Box, int, Tensor, dist.Work | None]] = deque()
     held = {name: {piece.box: piece.data for piece in part.pieces} for name, part in parts.items()}
-    for name, box, sent, rank in plan.messages():
+    for name, box, sent, rank in plan.messages(BLOCK):
         dtype, work = plan.tensors[name][1], None
         if rank == 0:
             data = sent.within(box).view(held[name][box])
@@ -227,20 +167,23 @@ def _deliver(parts: Parts, group: dist.ProcessGroup | None) -> None:
     """Send what the first rank asks for, at most two messages ahead of it."""
     _describe(parts, group)
     held = {name: {piece.box: piece.data for piece in part.pieces} for name, part in parts.items()}
-    under_way: deque[tuple[Tensor, dist.Work]] = deque()
+    under_way: deque[dist.Work] = deque()
+    buffers = deque(torch.empty(2, BLOCK, dtype=torch.uint8))
     for name, box in _scatter(None, group):
         data = held[name][box]
         for sent in box.cut(BLOCK // data.element_size()):
-            message = byte_view(sent.within(box).view(data))
+            buffers.rotate()
+            message = buffers[0][: sent.numel * data.element_size()]
+            message.view(data.dtype).view(sent.sizes).copy_(sent.within(box).view(data).detach())
             with _or_lost("The first rank no longer takes what is to be saved"):
                 work = dist.isend(message, group=group, group_dst=0)
                 assert work is not None
-                under_way.append((message, work))
+                under_way.append(work)
                 if len(under_way) > 1:
-                    under_way.popleft()[1].wait()
+                    under_way.popleft().wait()
     with _or_lost("The first rank no longer takes what is to be saved"):
         while under_way:
-            under_way.popleft()[1].wait()
+            under_way.popleft().wait()
     outcome = _tell(None, group)
     if outcome is not None:
         raise outcome
@@ -288,7 +231,3 @@ def _or_lost(words: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise LostRankError(f"{words}: {error}") from error
-
-
-def _words(spec: Spec) -> str:
-    return f"{list(spec[0])} of {spec[1]}"
