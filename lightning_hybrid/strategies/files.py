@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from lightning.pytorch.plugins import TorchCheckpointIO
@@ -34,3 +35,10 @@ class WholeFiles(TorchCheckpointIO):
         finally:
             partial.unlink(missing_ok=True)
         return None
+
+    @override
+    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
+        """Map a file into memory, so that each rank reads what it needs; else as Lightning does."""
+        if "://" not in str(path) and is_zipfile(path):
+            return dict(torch.load(path, map_location=map_location, mmap=True, weights_only=weights_only))
+        return super().load_checkpoint(path, map_location, weights_only)

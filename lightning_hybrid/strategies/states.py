@@ -13,16 +13,19 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hybrid.parallel.checkpoint import manifest as folders
-from lightning_hybrid.parallel.checkpoint.stored import StoredState
+from lightning_hybrid.parallel.checkpoint.stored import StoredState, WholeTensors
 from lightning_hybrid.parallel.meta.initialising import has_meta
 from lightning_hybrid.strategies.assembly import Assembly
-from lightning_hybrid.strategies.checkpoints import Checkpoints, load_folder, stand_ins
+from lightning_hybrid.strategies.checkpoints import READER, Checkpoints, load_folder
 from lightning_hybrid.strategies.clipping import Clipping
+from lightning_hybrid.strategies.collecting import collect, looks_at_values, stand_ins
 from lightning_hybrid.strategies.evaluation import Evaluation
+from lightning_hybrid.strategies.files import WholeFiles
 from lightning_hybrid.strategies.precisions import Masters, ours
 from lightning_hybrid.strategies.processes import ProcessStrategy
-from lightning_hybrid.strategies.resuming import Resuming
+from lightning_hybrid.strategies.resuming import ENTRY, Resuming
 from lightning_hybrid.strategies.survey import Ground
+from lightning_hybrid.strategies.windows import ResumedWindow
 
 
 class StatefulStrategy(ProcessStrategy):
@@ -93,29 +96,36 @@ class StatefulStrategy(ProcessStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self.checkpoints.is_dumping and self._writes_folders:
+        if self._writes_parts:
             return stand_ins(self.assembly.outline)
         return self.assembly.model_state()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self.checkpoints.is_dumping and self._writes_folders:
+        if self._writes_parts:
             return {}
         return self.assembly.optimizer_state(self.optimizers, optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         self.assembly.add_training_state(checkpoint, self.evaluation.loaders.generator_states())
+        if not self._streams:
+            self.checkpoints.wait()
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        collected = collect(self.assembly, self.optimizers, checkpoint)
+        is_local, wait = storage_options is None and "://" not in str(filepath), not self._is_running
         if self._writes_folders:
             if storage_options is not None:
                 raise ValueError(
-                    f"storage_options={storage_options!r} is not for state_dict_type='sharded', which writes "
-                    "folders of a local or shared file system. Leave it out."
+                    f"storage_options={storage_options!r} is not for state_dict_type='sharded', which writes folders "
+                    "of a local or shared file system. Leave it out."
                 )
-            wait = not self._is_running
-            self.checkpoints.save_folder(self.assembly, self.optimizers, checkpoint, filepath, wait=wait)
+            self.checkpoints.save_folder(self.assembly, collected, filepath, wait=wait)
+        elif is_local:
+            self.checkpoints.save_file(self.assembly, collected, filepath, wait=wait)
         else:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            super().save_checkpoint(self.checkpoints.in_memory(collected), filepath, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -154,6 +164,22 @@ class StatefulStrategy(ProcessStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self.assembly.load_optimizer_states(self.optimizers, checkpoint)
+        entry = checkpoint.get(ENTRY, {})
+        reader = checkpoint.get(READER) or WholeTensors(entry.get("gradients", {}))
+        self.assembly.resumed = ResumedWindow(reader, entry.get("window", {}))
+
+    @property
+    def _streams(self) -> bool:
+        """Whether parts are written as they are; hooks and plugins may want whole tensors in a full checkpoint."""
+        assert self.lightning_module is not None
+        if self._writes_folders:
+            return True
+        ours = type(self.checkpoint_io) is WholeFiles and self.assembly.outline.is_plain
+        return ours and not looks_at_values(self.lightning_module.trainer)
+
+    @property
+    def _writes_parts(self) -> bool:
+        return self.checkpoints.is_dumping and self._streams
 
     @property
     def _writes_folders(self) -> bool:

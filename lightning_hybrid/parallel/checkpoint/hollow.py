@@ -5,6 +5,7 @@ So a process writes a file that is larger than its memory. The file has a hidden
 
 from __future__ import annotations
 
+import ctypes
 import os
 import zlib
 from collections.abc import Hashable
@@ -86,7 +87,7 @@ class Hollow:
         hole = self.holes[key]
         for start, run in box.runs(shape):
             part = byte_view(run.within(box).view(data))
-            self._write(hole, start * data.element_size(), part.numpy().data)
+            self._write(hole, start * data.element_size(), memory_of(part))
 
     def close(self) -> None:
         """Wait until everything is on the disk and give the file its name.
@@ -143,3 +144,11 @@ def byte_view(tensor: Tensor) -> Tensor:
     """A tensor's elements in host memory and in order, as bytes; a copy only where it must be one."""
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return dense.reshape(-1).view(torch.uint8)
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, as long as the tensor lives.
+
+    Not through numpy, which would make the memory of a shard unfit to be freed while its parameter is whole.
+    """
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

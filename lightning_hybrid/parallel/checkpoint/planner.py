@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import struct
 import zlib
 from io import BytesIO, RawIOBase
@@ -21,18 +20,16 @@ from torch.distributed.checkpoint.planner import (
 )
 from typing_extensions import override
 
+from lightning_hybrid.parallel.checkpoint.hollow import memory_of
 from lightning_hybrid.parallel.checkpoint.parts import Part, Parts, Piece, all_pieces
 
 LOCAL_SIZE = 30  # bytes of a zip record's header before its name: PKWARE, APPNOTE.TXT 6.3.10, section 4.3.7
 
 
 def crc32(tensor: Tensor) -> int:
-    """Checksum of a tensor's elements in memory order; it must be in host memory.
-
-    Not through numpy, which would make the memory of a shard unfit to be freed while its parameter is whole.
-    """
+    """Checksum of a tensor's elements in memory order; it must be in host memory."""
     flat = tensor.detach().contiguous()
-    return zlib.crc32((ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr())) if flat.nbytes else 0
+    return zlib.crc32(memory_of(flat)) if flat.nbytes else 0
 
 
 class PartsSavePlanner(DefaultSavePlanner):

@@ -7,7 +7,6 @@ says where the elements lie, so that nothing is unpickled here.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from lightning_hybrid.functional.boxes import Box
 from lightning_hybrid.parallel.checkpoint import manifest as folders
+from lightning_hybrid.parallel.checkpoint.hollow import memory_of
 from lightning_hybrid.parallel.checkpoint.manifest import Chunk, Entry
 from lightning_hybrid.parallel.checkpoint.parts import Part, Parts, Piece
 from lightning_hybrid.parallel.checkpoint.planner import crc32
@@ -140,7 +140,7 @@ def read_into(file: BinaryIO, offset: int, tensor: Tensor) -> None:
     Raises:
         ValueError: If the file ends before.
     """
-    memory = memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    memory = memory_of(tensor)
     while memory:
         count = os.preadv(file.fileno(), [memory], offset)
         if not count:

@@ -30,11 +30,13 @@ class Outline:
         shapes: Of each state key that is a tensor, shape and type; of any other, None. In the model's order.
         parameters: State keys of parameters, second names too.
         tied: First key of each key whose tensor has another one before.
+        is_plain: All tensors are the module's parameters and buffers, under their own names.
     """
 
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype] | None]
     parameters: frozenset[str]
     tied: dict[str, str]
+    is_plain: bool
 
     @classmethod
     def of(cls, root: nn.Module) -> Outline:
@@ -43,7 +45,10 @@ class Outline:
         shapes = {k: (tuple(v.shape), v.dtype) if isinstance(v, Tensor) else None for k, v in state.items()}
         first: dict[int, str] = {}
         tied = {k: first[id(v)] for k, v in state.items() if isinstance(v, Tensor) and first.setdefault(id(v), k) != k}
-        return cls(shapes, frozenset(name for name, _ in root.named_parameters(remove_duplicate=False)), tied)
+        named = dict(root.named_parameters(remove_duplicate=False))
+        known = named | dict(root.named_buffers(remove_duplicate=False))
+        is_plain = all(known.get(k) is v for k, v in state.items() if isinstance(v, Tensor))
+        return cls(shapes, frozenset(named), tied, is_plain)
 
     def first(self, name: str) -> str:
         """The first name of a parameter."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.functional.boxes import Box
-from lightning_hybrid.parallel.checkpoint.parts import Part, Piece
+from lightning_hybrid.parallel.checkpoint.parts import Part, Parts, Piece
 from lightning_hybrid.parallel.checkpoint.states import MODEL, OPTIMIZER, Reader, new_part
 from lightning_hybrid.parallel.engine import Engine
 
@@ -118,3 +118,34 @@ class StoredOptimizer:
             self._reader.read({stored: part})
             state[entry] = tensor
         return state
+
+
+class WholeTensors:
+    """A reader of tensors that are in memory, or in a mapped file, as wholes.
+
+    Args:
+        tensors: By name.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of all tensors."""
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a whole tensor."""
+        return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a tensor."""
+        return self._tensors[name].dtype
+
+    @torch.no_grad()
+    def read(self, parts: Parts) -> None:
+        """Fill the pieces of each part."""
+        for name, part in parts.items():
+            for piece in part.pieces:
+                piece.data.copy_(piece.box.view(self._tensors[name]))
