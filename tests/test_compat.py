@@ -13,7 +13,7 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import Callback
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torchmetrics import SumMetric
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -373,13 +373,19 @@ def waiting():
     return found.dtype, found.tolist()
 
 
-def partial_sums():
-    """Two groups of one replica each: the sum over both waits for the last backward pass."""
+def two_copies():
+    """A model of which each of two replicas has all shards."""
     ranks = torch.tensor([[0], [1]])
     groups = [dist.group.WORLD, dist.new_group([dist.get_rank()], use_local_synchronization=True)]
     mesh = DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=("replicate", "shard"))
     model = fully_shard(nn.Linear(2, 1, bias=False), mesh=mesh)
     model.set_gradient_divide_factor(1.0)
+    return model
+
+
+def partial_sums():
+    """The sum over both copies waits for the last backward pass."""
+    model = two_copies()
     for is_last in (False, True):
         model.set_requires_all_reduce(is_last)
         model(torch.ones(1, 2)).sum().backward()
@@ -390,6 +396,26 @@ def partial_sums():
 
 def test_sums_over_a_part_of_the_replicas_can_be_dropped():
     assert run_ranks(2, partial_sums) == [[[2.0, 2.0]]] * 2
+
+
+def replaced_sums():
+    model = two_copies()
+    (group,) = compat.sharded_groups(model)
+    (record,) = group.fsdp_params
+    assert compat.partial_sum(group) is None
+    model.set_requires_all_reduce(False)
+    model(torch.ones(1, 2)).sum().backward()
+    flat = compat.partial_sum(group)
+    assert flat.numel() == compat.shard_memory(record).numel()
+    compat.set_partial_sum(group, 10 * flat)
+    model.set_requires_all_reduce(True)
+    model(torch.ones(1, 2)).sum().backward()
+    return flat.tolist(), model.weight.grad.to_local().tolist()
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="used since torch 2.13")
+def test_sums_over_a_part_of_the_replicas_can_be_replaced():
+    assert run_ranks(2, replaced_sums) == [([1.0, 1.0], [[22.0, 22.0]])] * 2
 
 
 def test_gradients_wait_in_the_type_of_their_sum():

@@ -78,13 +78,14 @@ def model_parts(engine: Engine, outline: Outline) -> tuple[dict[str, Part], dict
     Raises:
         RuntimeError: If a hook of `state_dict` has made tensors that cannot be put together.
     """
+    state = engine.root.state_dict()  # first: it lets go of gathered parameters, into which views of shards may point
     parts: dict[str, Part] = {}
     for name, parameter in engine.named_parameters().items():
         key = outline.first(name)
         if key in outline.shapes and _keeps(engine, name, parameter):
             parts[MODEL + key] = _part(engine, name, parameter)
     others: dict[str, Any] = {}
-    for key, value in engine.root.state_dict().items():
+    for key, value in state.items():
         if key in outline.parameters or key not in outline.shapes or not saves(engine, key):
             continue
         value = whole_tree(value)  # a block may have kept parts of activations; all ranks of the axis come here
