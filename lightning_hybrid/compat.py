@@ -79,6 +79,12 @@ def is_accumulating(trainer: Trainer) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
 
 
+def loader_cycles(trainer: Trainer) -> bool:
+    """Whether a short training loader begins anew when it ends before others; `CombinedLoader` hides its mode."""
+    loader = trainer.fit_loop._combined_loader
+    return loader is not None and loader._mode == "max_size_cycle"
+
+
 def forget_step(trainer: Trainer) -> None:
     """Take back the step that Lightning is about to count, inside its `optimizer_step`: it was skipped.
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -22,10 +23,25 @@ from tests.launch import run_ranks
 from tests.small import Small, fit, hybrid, loader, trainer_of
 
 
+class Pairs(Small):
+    def loss(self, batch):
+        return sum(super(Pairs, self).loss(part) for part in batch if part is not None)
+
+
 def test_every_function_has_a_test():
     text = Path(__file__).read_text()
     for name, function in inspect.getmembers(compat, inspect.isfunction):
         assert function.__module__ != compat.__name__ or f"compat.{name}(" in text, name
+
+
+def test_a_combined_loader_tells_whether_its_loaders_cycle():
+    trainer = trainer_of()
+    assert not compat.loader_cycles(trainer)
+    found = []
+    for mode in ("max_size_cycle", "max_size", "min_size"):
+        trainer = fit(Pairs(), CombinedLoader([loader(4, 4), loader(8, 4)], mode))
+        found.append(compat.loader_cycles(trainer))
+    assert found == [True, False, False]
 
 
 def test_dispatch_mode_sees_operations_below_autograd():

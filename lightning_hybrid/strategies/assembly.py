@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.parallel.checkpoint.loading import (
@@ -145,10 +145,10 @@ class Assembly:
         with self.engine.cut.whole() if self.engine.cut is not None else nullcontext():
             yield
 
-    def add_training_state(self, checkpoint: dict[str, Any], generators: list[Tensor]) -> None:
+    def add_training_state(self, checkpoint: dict[str, Any], data: dict[str, Any]) -> None:
         """Complete a checkpoint, so that training can go on from it under any layout."""
         names = self.groups.names if self.groups is not None else []
-        add_state(checkpoint, self.engine.mesh, seed=self.engine.seed, names=names, generators=generators)
+        add_state(checkpoint, self.engine.mesh, seed=self.engine.seed, names=names, data=data)
 
     def restart(self, seed: int | None) -> None:
         """Begin again, also behind an exception: parameters are masters, and shards, until the first step.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +17,14 @@ from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.streams import derived_seed
 from lightning_hybrid.strategies.assembly import Assembly
 from lightning_hybrid.strategies.loaders import EvenLoader, agree_on_order, own_generators, remove_padding, seed_workers
+from lightning_hybrid.strategies.positions import Place, Positions
 from lightning_hybrid.strategies.predictions import WritersOfRankZero, tell_writers
 
 EVALUATIONS = ("val", "test", "predict")
+
+
+def _nothing() -> None:
+    pass
 
 
 def next_epoch(trainer: Trainer) -> int:
@@ -27,14 +34,20 @@ def next_epoch(trainer: Trainer) -> int:
 
 
 class DataLoaders:
-    """Loaders of all stages, as Lightning asks for them: a barrier names the kind, then each loader passes through."""
+    """Loaders of all stages, as Lightning asks for them: a barrier names the kind, then each loader passes through.
+
+    Attributes:
+        positions: Where training is in its data.
+    """
 
     def __init__(self) -> None:
+        self.positions = Positions()
         self._kind = ""
         self._loaders: dict[str, list[object]] = {}
         self._steps: Counter[tuple[str, int]] = Counter()
         self._generators: list[torch.Generator] = []  # of the users' training loaders
         self._resumed: list[Tensor] = []
+        self._begin: Callable[[], None] = _nothing
 
     def announce(self, name: str | None) -> None:
         """Take note of the barrier that Lightning enters before it prepares the loaders of one kind."""
@@ -43,6 +56,7 @@ class DataLoaders:
             self._loaders[self._kind] = []
             if self._kind == "train":
                 self._generators = []
+                self.positions.start()
 
     def process(self, loader: object, mesh: Mesh, seed: int, *, epoch: int) -> object:
         """Make one loader agree over the ranks of a replica and, in evaluation, count each sample once.
@@ -53,13 +67,18 @@ class DataLoaders:
             seed: Base of all seeds.
             epoch: Number of the training epoch that is under way or about to begin.
         """
-        if self._kind == "train":
-            self._resume_generators(own_generators(loader))
-        seed_workers(loader, mesh.data_rank)
         agreed = mesh.layout.data == 1 and "PL_GLOBAL_SEED" in os.environ  # all ranks draw alike, as one process does
+        agreed_seed = None
         if mesh.layout.replica > 1 and not agreed:
             number = len(self._loaders.get(self._kind, []))
-            agree_on_order(loader, derived_seed(seed, self._kind, number, mesh.data_rank), epoch=epoch)
+            agreed_seed = derived_seed(seed, self._kind, number, mesh.data_rank)
+        if self._kind == "train":
+            states = self._resume_generators(own_generators(loader))
+            before = partial(self._go_on, states, draws=getattr(loader, "num_workers", 0) == 0)
+            self.positions.add(loader, mesh, agreed_seed, epoch=epoch, before=before)
+        seed_workers(loader, mesh.data_rank)
+        if agreed_seed is not None and not self.positions.follow_first:
+            agree_on_order(loader, agreed_seed, epoch=epoch)
         elif self._kind == "train" and hasattr(getattr(loader, "sampler", None), "set_epoch"):
             loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]  # workers fetch before Lightning says so
         if self._kind in EVALUATIONS and mesh.layout.data > 1:
@@ -68,19 +87,37 @@ class DataLoaders:
         self._loaders.setdefault(self._kind, []).append(loader)
         return loader
 
-    def generator_states(self) -> list[Tensor]:
-        """States of the generators that the user gave to the training loaders, for a checkpoint."""
-        return [generator.get_state() for generator in self._generators]
+    def training_state(self, trainer: Trainer) -> dict[str, Any]:
+        """What a checkpoint keeps of this replica's training loaders, as tensors and numbers."""
+        return {
+            "generators": [generator.get_state() for generator in self._generators],
+            "positions": self.positions.states(trainer),
+            "accumulate": trainer.accumulate_grad_batches,
+        }
 
-    def resume(self, states: list[Tensor]) -> None:
-        """Let the generators of the training loaders go on from these states once the loaders exist."""
-        self._resumed = list(states)
+    def resume(self, place: Place, begin: Callable[[], None]) -> None:
+        """Let the training loaders go on from there once they exist.
 
-    def _resume_generators(self, generators: list[torch.Generator]) -> None:
-        for generator in generators:
-            if self._resumed:
-                generator.set_state(self._resumed.pop(0))
-            self._generators.append(generator)
+        Args:
+            place: Where this replica was.
+            begin: Called in the middle of an epoch before the first sample is read in this process.
+        """
+        self._resumed, self._begin, self.positions.place = list(place.generators), begin, place
+
+    def _resume_generators(self, generators: list[torch.Generator]) -> list[tuple[torch.Generator, Tensor]]:
+        pairs = list(zip(generators, self._resumed, strict=False))
+        del self._resumed[: len(pairs)]
+        for generator, state in pairs:
+            generator.set_state(state)
+        self._generators += generators
+        return pairs
+
+    def _go_on(self, generators: list[tuple[torch.Generator, Tensor]], *, draws: bool) -> None:
+        """An iterator was made, which drew a seed for workers; the uninterrupted run did so long before."""
+        for generator, state in generators:
+            generator.set_state(state)
+        if draws:
+            self._begin()
 
     def start(self, kind: str) -> None:
         """An evaluation begins."""
@@ -130,6 +167,7 @@ class Evaluation:
     def restore(self) -> None:
         """The Trainer tears down."""
         self._writers.restore()
+        self.loaders.positions.release()
 
     def step(
         self, hook: str, assembly: Assembly, precision: Precision, args: tuple[Any, ...], kwargs: dict[str, Any]

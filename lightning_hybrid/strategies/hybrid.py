@@ -128,7 +128,7 @@ class HybridPTDPStrategy(MeasuredStrategy):
             present.use(groups)
         self.load_waiting_model()
         if self.is_fitting:
-            self.evaluation.loaders.resume(self.resuming.prepare(self.ground.mesh))
+            self.resume_data()
         if isinstance(self.precision_plugin, Masters):
             self.precision_plugin.bind(self.assembly.engine)
         self.setup_precision_plugin()
@@ -280,9 +280,3 @@ class HybridPTDPStrategy(MeasuredStrategy):
         epoch = next_epoch(self.lightning_module.trainer)
         seed = self.ground.seed if self._assembly is None else self._assembly.engine.seed  # a resumed run's
         return self.evaluation.loaders.process(dataloader, self.ground.mesh, seed, epoch=epoch)
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        self.checkpoints.check()
-        self.resuming.restore_random(self.ground.mesh, in_epoch=True)

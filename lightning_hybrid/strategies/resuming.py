@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
-from lightning_hybrid.parallel.mesh import Mesh
+from lightning_hybrid.parallel.mesh import Layout, Mesh
 from lightning_hybrid.parallel.streams import random_state, set_random_state
+from lightning_hybrid.strategies.positions import Place
 
 ENTRY = "lightning_hybrid"
 LOADERS = "combined_loader"  # where Lightning's fit loop keeps the states of stateful loaders
@@ -26,7 +26,7 @@ def optimizer_names(checkpoint: Mapping[str, Any], number: int) -> list[Any]:
 
 
 def add_state(
-    checkpoint: dict[str, Any], mesh: Mesh, *, seed: int, names: list[list[list[str]]], generators: list[Tensor]
+    checkpoint: dict[str, Any], mesh: Mesh, *, seed: int, names: list[list[list[str]]], data: dict[str, Any]
 ) -> None:
     """Complete a checkpoint of all states on rank 0; every rank must call it.
 
@@ -35,15 +35,36 @@ def add_state(
         mesh: Groups of this rank.
         seed: Base of all seeds.
         names: For each optimizer and group, parameters over the whole model.
-        generators: States of this replica's generators in training loaders.
+        data: What `DataLoaders.training_state` says of this replica.
     """
-    if "optimizer_states" not in checkpoint or mesh.pipeline_rank > 0 or mesh.tensor_rank > 0:
+    if "optimizer_states" not in checkpoint:
         return
-    loaders = _fit_loop(checkpoint).get(LOADERS, [])
-    mine = {"random": random_state(mesh.device), "generators": generators, "loaders": loaders}
-    replicas: list[Any] = [None] * mesh.layout.data
-    dist.all_gather_object(replicas, mine, group=mesh.data_group)
-    checkpoint[ENTRY] = {"seed": seed, "replicas": replicas, "optimizer_parameters": names}
+    mine = {"random": random_state(mesh.device), **data, "loaders": _fit_loop(checkpoint).get(LOADERS, [])}
+    if mesh.pipeline_rank > 0 or mesh.tensor_rank > 0:
+        mine = {"random": mine["random"]}
+    ranks: list[Any] = [None] * mesh.layout.world_size
+    dist.all_gather_object(ranks, mine)
+    layout = mesh.layout
+    checkpoint[ENTRY] = {
+        "seed": seed,
+        "layout": {"pipeline": layout.pipeline, "data": layout.data, "tensor": layout.tensor},
+        "random": [each.pop("random") for each in ranks],
+        "replicas": [ranks[layout.rank(0, replica)] for replica in range(layout.data)],
+        "optimizer_parameters": names,
+    }
+
+
+def random_of(entry: Mapping[str, Any], mesh: Mesh) -> Any:
+    """The saved random streams of this rank's place in the layout, or of its replica's first rank, or None."""
+    place = (mesh.pipeline_rank, mesh.data_rank, mesh.tensor_rank)
+    if "random" not in entry:  # written before each rank's streams were kept
+        replicas = entry["replicas"]
+        return replicas[place[1]]["random"] if place[1] < len(replicas) else None
+    layout = Layout(**entry["layout"])
+    if place[1] >= layout.data:
+        return None
+    known = place[0] < layout.pipeline and place[2] < layout.tensor
+    return entry["random"][layout.rank(*place) if known else layout.rank(0, place[1])]
 
 
 class Resuming:
@@ -64,27 +85,26 @@ class Resuming:
         """Keep a checkpoint that Lightning has loaded, until the groups exist."""
         self._checkpoint = checkpoint
 
-    def prepare(self, mesh: Mesh) -> list[Tensor]:
+    def prepare(self, mesh: Mesh) -> Place:
         """Give Lightning the loaders' states of this rank's replica instead of the first one's.
 
         Returns:
-            States of the replica's generators in training loaders.
+            Where the replica was in its training data.
 
         Raises:
-            RuntimeError: If loaders stopped in the middle of an epoch and their number was another one.
+            RuntimeError: If stateful loaders stopped in the middle of an epoch and their number was another one.
         """
         checkpoint, self._checkpoint = self._checkpoint, {}
         entry = checkpoint.get(ENTRY)
         if entry is None:
-            return []
+            return Place()
         replicas, layout = entry["replicas"], mesh.layout
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         self._mid_epoch = not progress["is_last_batch"]
-        own = replicas[mesh.data_rank] if mesh.data_rank < len(replicas) else {}
-        self._random = own.get("random")
+        self._random = random_of(entry, mesh)
         if len(replicas) == layout.data:
-            if own["loaders"]:
-                _fit_loop(checkpoint)[LOADERS] = own["loaders"]
+            if replicas[mesh.data_rank]["loaders"]:
+                _fit_loop(checkpoint)[LOADERS] = replicas[mesh.data_rank]["loaders"]
         elif any(replica["loaders"] for replica in replicas):
             if self._mid_epoch:
                 raise RuntimeError(
@@ -93,8 +113,18 @@ class Resuming:
                     f"a data parallel size of {len(replicas)}, or from a checkpoint of the end of an epoch."
                 )
             _fit_loop(checkpoint).pop(LOADERS, None)
-        generators: list[Tensor] = own.get("generators", [])
-        return generators
+        return self._place(replicas, mesh)
+
+    def _place(self, replicas: list[dict[str, Any]], mesh: Mesh) -> Place:
+        """A replica that the checkpoint does not know goes on as the only one did, or the first of several."""
+        is_known, was_alone = mesh.data_rank < len(replicas), len(replicas) == 1
+        own = replicas[mesh.data_rank if is_known else 0]
+        return Place(
+            own.get("generators", []) if is_known or was_alone else [],
+            own.get("positions", []),
+            own.get("accumulate", 1),
+            self._mid_epoch,
+        )
 
     def restore_random(self, mesh: Mesh, *, in_epoch: bool) -> None:
         """Set the random streams, before the loaders are read (`in_epoch` False) or before the first batch.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,7 +109,9 @@ class StatefulStrategy(ProcessStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        self.assembly.add_training_state(checkpoint, self.evaluation.loaders.generator_states())
+        assert self.lightning_module is not None
+        data = self.evaluation.loaders.training_state(self.lightning_module.trainer)
+        self.assembly.add_training_state(checkpoint, data)
         if not self._streams:
             self.checkpoints.wait()
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -167,6 +170,23 @@ class StatefulStrategy(ProcessStrategy):
         entry = checkpoint.get(ENTRY, {})
         reader = checkpoint.get(READER) or WholeTensors(entry.get("gradients", {}))
         self.assembly.resumed = ResumedWindow(reader, entry.get("window", {}))
+
+    def resume_data(self) -> None:
+        """Let the training loaders, which Lightning is going to ask for, go on from the checkpoint if there is one."""
+        begin = partial(self.resuming.restore_random, self.ground.mesh, in_epoch=True)
+        self.evaluation.loaders.resume(self.resuming.prepare(self.ground.mesh), begin)
+
+    @override
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        self.evaluation.loaders.positions.settle(self.lightning_module.trainer)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self.checkpoints.check()
+        self.resuming.restore_random(self.ground.mesh, in_epoch=True)
+        self.evaluation.loaders.positions.begin()
 
     @property
     def _streams(self) -> bool:

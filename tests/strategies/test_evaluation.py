@@ -7,6 +7,8 @@ from torch.utils.data import DataLoader
 
 from lightning_hybrid.parallel.mesh import Layout
 from lightning_hybrid.strategies.evaluation import DataLoaders
+from lightning_hybrid.strategies.loaders import own_generators
+from lightning_hybrid.strategies.positions import Place
 
 MESH = SimpleNamespace(layout=Layout(2, 1), data_rank=0, device=torch.device("cpu"))
 
@@ -15,6 +17,12 @@ def trained(loaders, made, epoch=0):
     """A training loader as Lightning prepares it: the barrier names the kind first."""
     loaders.announce("train_dataloader()")
     return loaders.process(made, MESH, 5, epoch=epoch)
+
+
+def begin(loader, epoch):
+    """As Lightning tells of an epoch."""
+    loader.sampler.set_epoch(epoch)
+    loader.batch_sampler.sampler.set_epoch(epoch)
 
 
 def order(loader):
@@ -29,11 +37,11 @@ def test_the_order_of_an_epoch_is_that_of_its_number():
     first = trained(DataLoaders(), shuffled())
     orders = []
     for epoch in range(3):
-        first.sampler.set_epoch(epoch)
+        begin(first, epoch)
         orders.append(order(first))
     assert len({tuple(each) for each in orders}) == 3
     later = trained(DataLoaders(), shuffled(), epoch=2)
-    later.sampler.set_epoch(2)
+    begin(later, 2)
     assert order(later) == orders[2]
 
 
@@ -44,23 +52,22 @@ def test_the_users_generators_go_on_where_they_were():
     loaders, resumed = DataLoaders(), DataLoaders()
     first = trained(loaders, shuffled(generator()))
     order(first)
-    states = loaders.generator_states()
+    states = [generator.get_state() for generator in own_generators(first)]
     assert len(states) == 1  # the loader and its sampler share one
     following = order(first)
-    resumed.resume(states)
+    resumed.resume(Place(states), print)
     assert order(trained(resumed, shuffled(generator()))) == following
     assert order(trained(resumed, shuffled(generator()))) != following  # once
 
 
 def test_validation_loaders_are_not_resumed():
     loaders = DataLoaders()
-    loaders.resume([torch.Generator().manual_seed(3).get_state()])
+    loaders.resume(Place([torch.Generator().manual_seed(3).get_state()]), print)
     loaders.announce("val_dataloader()")
     own = torch.Generator().manual_seed(4)
     before = own.get_state()
     loaders.process(DataLoader(range(3), generator=own), MESH, 5, epoch=0)
     assert torch.equal(own.get_state(), before)
-    assert loaders.generator_states() == []
 
 
 class Noting:
