@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +19,6 @@ from lightning_hybrid.strategies.positions import Place, Positions
 from lightning_hybrid.strategies.predictions import WritersOfRankZero, tell_writers
 
 EVALUATIONS = ("val", "test", "predict")
-
-
-def _nothing() -> None:
-    pass
 
 
 def next_epoch(trainer: Trainer) -> int:
@@ -47,7 +41,7 @@ class DataLoaders:
         self._steps: Counter[tuple[str, int]] = Counter()
         self._generators: list[torch.Generator] = []  # of the users' training loaders
         self._resumed: list[Tensor] = []
-        self._begin: Callable[[], None] = _nothing
+        self._restored: list[tuple[torch.Generator, Tensor]] = []
 
     def announce(self, name: str | None) -> None:
         """Take note of the barrier that Lightning enters before it prepares the loaders of one kind."""
@@ -55,7 +49,7 @@ class DataLoaders:
             self._kind = name.removesuffix("_dataloader()")
             self._loaders[self._kind] = []
             if self._kind == "train":
-                self._generators = []
+                self._generators, self._restored = [], []
                 self.positions.start()
 
     def process(self, loader: object, mesh: Mesh, seed: int, *, epoch: int) -> object:
@@ -73,9 +67,8 @@ class DataLoaders:
             number = len(self._loaders.get(self._kind, []))
             agreed_seed = derived_seed(seed, self._kind, number, mesh.data_rank)
         if self._kind == "train":
-            states = self._resume_generators(own_generators(loader))
-            before = partial(self._go_on, states, draws=getattr(loader, "num_workers", 0) == 0)
-            self.positions.add(loader, mesh, agreed_seed, epoch=epoch, before=before)
+            self._resume_generators(own_generators(loader))
+            self.positions.add(loader, mesh, agreed_seed, epoch=epoch)
         seed_workers(loader, mesh.data_rank)
         if agreed_seed is not None and not self.positions.follow_first:
             agree_on_order(loader, agreed_seed, epoch=epoch)
@@ -95,29 +88,22 @@ class DataLoaders:
             "accumulate": trainer.accumulate_grad_batches,
         }
 
-    def resume(self, place: Place, begin: Callable[[], None]) -> None:
-        """Let the training loaders go on from there once they exist.
+    def resume(self, place: Place) -> None:
+        """Let the training loaders go on from there once they exist."""
+        self._resumed, self.positions.place = list(place.generators), place
 
-        Args:
-            place: Where this replica was.
-            begin: Called in the middle of an epoch before the first sample is read in this process.
-        """
-        self._resumed, self._begin, self.positions.place = list(place.generators), begin, place
+    def _resume_generators(self, generators: list[torch.Generator]) -> None:
+        for generator in generators:
+            if self._resumed:
+                self._restored.append((generator, self._resumed.pop(0)))
+                generator.set_state(self._restored[-1][1])
+            self._generators.append(generator)
 
-    def _resume_generators(self, generators: list[torch.Generator]) -> list[tuple[torch.Generator, Tensor]]:
-        pairs = list(zip(generators, self._resumed, strict=False))
-        del self._resumed[: len(pairs)]
-        for generator, state in pairs:
-            generator.set_state(state)
-        self._generators += generators
-        return pairs
-
-    def _go_on(self, generators: list[tuple[torch.Generator, Tensor]], *, draws: bool) -> None:
-        """An iterator was made, which drew a seed for workers; the uninterrupted run did so long before."""
-        for generator, state in generators:
-            generator.set_state(state)
-        if draws:
-            self._begin()
+    def go_on(self, trainer: Trainer) -> None:
+        """Before the first batch of a fit: in the middle of an epoch, all is as it was behind the last batch."""
+        if self.positions.settle(trainer):
+            for generator, state in self._restored:  # a seed for workers has been drawn, as at the start of an epoch
+                generator.set_state(state)
 
     def start(self, kind: str) -> None:
         """An evaluation begins."""

@@ -128,7 +128,7 @@ class HybridPTDPStrategy(MeasuredStrategy):
             present.use(groups)
         self.load_waiting_model()
         if self.is_fitting:
-            self.resume_data()
+            self.evaluation.loaders.resume(self.resuming.prepare(self.ground.mesh))
         if isinstance(self.precision_plugin, Masters):
             self.precision_plugin.bind(self.assembly.engine)
         self.setup_precision_plugin()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
@@ -70,14 +70,10 @@ class Share(Sampler[int]):
         order: Over all replicas that share the dataset.
         replicas: How many do; 1 where each has data of its own.
         rank: Of this one.
-
-    Attributes:
-        before: Called once, before the first pass is drawn.
     """
 
     def __init__(self, source: Sampler[int], order: Order, replicas: int, rank: int) -> None:
         self.source, self.order, self.replicas, self.rank = source, order, replicas, rank
-        self.before: Callable[[], None] | None = None
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -92,9 +88,6 @@ class Share(Sampler[int]):
 
     def rest(self, skip: int) -> Iterator[int]:
         """The samples of this replica behind the first `skip`; nothing is drawn before the first is asked for."""
-        before, self.before = self.before, None
-        if before is not None:
-            before()
         epoch = self.source.epoch if isinstance(self.source, DistributedSampler) else self._epoch
         drop_last = isinstance(self.source, DistributedSampler) and self.source.drop_last
         yield from share_of(self.order.take(epoch), self.replicas, self.rank, drop_last=drop_last)[skip:]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -171,9 +171,7 @@ class Positions:
         self._now, self.place = self.place, Place()
         self._all, self._resumed, self._go_on = [], [], []
 
-    def add(
-        self, loader: object, mesh: Mesh, agreed_seed: int | None, *, epoch: int, before: Callable[[], None]
-    ) -> None:
+    def add(self, loader: object, mesh: Mesh, agreed_seed: int | None, *, epoch: int) -> None:
         """Take the next loader, before anything draws from its generators.
 
         Args:
@@ -181,14 +179,12 @@ class Positions:
             mesh: Groups of this rank.
             agreed_seed: From which the ranks of a replica draw its order; None where they draw from global streams.
             epoch: The one that is under way or about to begin.
-            before: Called before the order is drawn from which the data goes on in the middle of an epoch.
         """
         position, number = position_of(loader, mesh, agreed_seed, epoch=epoch), len(self._all)
         state = self._now.positions[number] if number < len(self._now.positions) else None
         goes_on = False
         if position is not None and state is not None:
             goes_on = position.resume(state, mid_epoch=self._now.mid_epoch)
-            position.batches.sampler.before = before if goes_on else None
         self._all.append(position)
         self._resumed.append(position if goes_on else None)
         self._go_on.append(goes_on or is_stateful(loader))
@@ -207,14 +203,17 @@ class Positions:
         cycles = loader_cycles(trainer)
         return [each.state(progress.processed, cycles=cycles) if each is not None else None for each in self._all]
 
-    def settle(self, trainer: Trainer) -> None:
+    def settle(self, trainer: Trainer) -> bool:
         """Before the first batch: count the batches of the epoch as the loaders make them now.
+
+        Returns:
+            Whether the data of some loader goes on in the middle of an epoch.
 
         Raises:
             RuntimeError: If the data cannot go on there.
         """
         if not self._now.mid_epoch or not any(self._resumed):
-            return
+            return False
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, GradientAccumulationScheduler):
                 callback.on_train_epoch_start(trainer)  # Lightning does not call it in the middle of an epoch
@@ -234,6 +233,7 @@ class Positions:
         if all(self._go_on):
             self._quiet.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message=WARNING)
+        return True
 
     def _batches(self, before: int) -> int:
         """Batches of the epoch so far, if all had been as large as they are now."""

@@ -127,7 +127,7 @@ class Resuming:
         )
 
     def restore_random(self, mesh: Mesh, *, in_epoch: bool) -> None:
-        """Set the random streams, before the loaders are read (`in_epoch` False) or before the first batch.
+        """Set the random streams, before the loaders are read (`in_epoch` False) or before the first batch is fetched.
 
         Between epochs an uninterrupted run draws the order of the next one; in the middle of one it has drawn it.
         """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -171,21 +170,17 @@ class StatefulStrategy(ProcessStrategy):
         reader = checkpoint.get(READER) or WholeTensors(entry.get("gradients", {}))
         self.assembly.resumed = ResumedWindow(reader, entry.get("window", {}))
 
-    def resume_data(self) -> None:
-        """Let the training loaders, which Lightning is going to ask for, go on from the checkpoint if there is one."""
-        begin = partial(self.resuming.restore_random, self.ground.mesh, in_epoch=True)
-        self.evaluation.loaders.resume(self.resuming.prepare(self.ground.mesh), begin)
-
     @override
     def on_train_start(self) -> None:
+        """Undo what hooks and iterators have drawn by now: in an uninterrupted run they did so long before."""
         assert self.lightning_module is not None
-        self.evaluation.loaders.positions.settle(self.lightning_module.trainer)
+        self.evaluation.loaders.go_on(self.lightning_module.trainer)
+        self.resuming.restore_random(self.ground.mesh, in_epoch=True)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self.checkpoints.check()
-        self.resuming.restore_random(self.ground.mesh, in_epoch=True)
         self.evaluation.loaders.positions.begin()
 
     @property

@@ -55,14 +55,14 @@ def test_the_users_generators_go_on_where_they_were():
     states = [generator.get_state() for generator in own_generators(first)]
     assert len(states) == 1  # the loader and its sampler share one
     following = order(first)
-    resumed.resume(Place(states), print)
+    resumed.resume(Place(states))
     assert order(trained(resumed, shuffled(generator()))) == following
     assert order(trained(resumed, shuffled(generator()))) != following  # once
 
 
 def test_validation_loaders_are_not_resumed():
     loaders = DataLoaders()
-    loaders.resume(Place([torch.Generator().manual_seed(3).get_state()]), print)
+    loaders.resume(Place([torch.Generator().manual_seed(3).get_state()]))
     loaders.announce("val_dataloader()")
     own = torch.Generator().manual_seed(4)
     before = own.get_state()
