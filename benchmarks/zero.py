@@ -116,19 +116,22 @@ def data_rows(counts: Counts) -> list[Traffic]:
 
 
 def sizes_of(model: GPT) -> tuple[int, int, int]:
-    """Parameters of the model, of a block, and of what is beside the blocks, which is too small for units."""
-    whole, block, blocks = (sum(p.numel() for p in m.parameters()) for m in (model, model.blocks[0], model.blocks))
-    return whole, block, whole - blocks
+    """Parameters of the model, of a unit, and of what is beside the blocks, which is too small for units.
+
+    Blocks are small here, so that a unit is a quarter of them: two of eight.
+    """
+    whole, blocks = (sum(p.numel() for p in m.parameters()) for m in (model, model.blocks))
+    return whole, blocks // 4, whole - blocks
 
 
 def memory(case: str, zero_stage: int, masters: bool = False) -> None:
     """Bytes in units of the formula, with the units that are whole meanwhile."""
     model, kept = GPT(width=64, depth=8), Kept()
-    size, block, root = sizes_of(model)
+    size, unit, root = sizes_of(model)
     train(model, zero_stage, BATCHES, kept, precision="bf16-true" if masters else "32-true")
     behind = sum(p.numel() for module in (model.norm, model.head) for p in module.parameters())
-    # whole besides: gradients of a block and of what is behind them all, in stage 3 a block's and the root's parameters
-    whole = {0: 0, 1: 0, 2: block + behind, 3: 2 * block + root + behind}[zero_stage]
+    # whole besides: gradients of a unit and of what is behind them all, in stage 3 a unit's and the root's parameters
+    whole = {0: 0, 1: 0, 2: unit + behind, 3: 2 * unit + root + behind}[zero_stage]
     if masters and zero_stage < 2:
         whole = size  # gradients of the last micro-batch: this model is smaller than a bucket
     law = zero_state_bytes(zero_stage, NUM_RANKS, masters=masters) * size
@@ -146,11 +149,11 @@ def traffic(case: str, zero_stage: int) -> None:
 
 
 def gathered(case: str) -> None:
-    """Whole parameters in stage 3, in units of two blocks and what is beside them."""
+    """Whole parameters in stage 3, in units of two of its units and what is beside them."""
     model, watch = GPT(width=64, depth=8), Gathered()
-    size, block, root = sizes_of(model)
+    size, unit, root = sizes_of(model)
     train(model, 3, BATCHES, watch)
-    report(case, watch.bytes / (4 * (2 * block + root)), 1.02, share_of_model=watch.bytes / (4 * size))
+    report(case, watch.bytes / (4 * (2 * unit + root)), 1.02, share_of_model=watch.bytes / (4 * size))
 
 
 def messages(case: str, zero_stage: int) -> None:

@@ -172,6 +172,11 @@ def set_partial_sum(group: Any, flat: Tensor) -> None:
     group._partial_reduce_output = flat
 
 
+def before_backward(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Hook for an output of any of several modules that `fully_shard` got together: it has one for the last's alone."""
+    return fully_shard.state(module)._pre_backward  # type: ignore[attr-defined]
+
+
 def drop_partial_sums(module: nn.Module | FSDPModule) -> None:
     """Forget sums over one group of replicas, which wait for the last backward pass of a window."""
     for group in sharded_groups(module):
@@ -185,10 +190,16 @@ def sharded_groups(module: nn.Module | FSDPModule) -> list[Any]:
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
 
 
+def around_states(group: Any, *, after_whole: Callable[[], object], before_shard: Callable[[], object]) -> None:
+    """Let two functions run at all steps from a group's shards to whole parameters and back: there are no hooks."""
+    to_whole, to_shard = group._to_unsharded, group._to_sharded
+    group._to_unsharded = lambda: (to_whole(), after_whole())
+    group._to_sharded = lambda: (before_shard(), to_shard())
+
+
 def shard_memory(record: Any) -> Tensor:
     """The shard that a record owns: flat, with padding."""
-    memory: Tensor = record._sharded_param_data
-    return memory
+    return record._sharded_param_data
 
 
 def local_part(tensor: DTensor) -> Tensor:

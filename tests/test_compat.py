@@ -365,6 +365,33 @@ def test_records_of_shards_are_what_the_parameters_are_made_of():
     assert run_ranks(2, shards_and_records) == [([1, 1], [True, True], [True], [18, 20], True)] * 2
 
 
+def states_and_groups():
+    """What runs around `fully_shard`'s two steps, and what it does with one of two modules that it got together."""
+    net, seen = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)), []
+    fully_shard([net[0], net[1]])
+    fully_shard(net)
+    (group,) = compat.sharded_groups(net[1])
+
+    def first(x):
+        y = net[0](x)
+        y.register_hook(compat.before_backward(net[0]))
+        return y
+
+    compat.around_states(
+        group,
+        after_whole=lambda: seen.append(("whole", type(net[0].weight) is nn.Parameter)),
+        before_shard=lambda: seen.append(("shard", type(net[1].weight) is nn.Parameter)),
+    )
+    net.forward = first
+    net(torch.ones(1, 2)).sum().backward()
+    return seen, net[0].weight.grad.full_tensor().tolist()
+
+
+def test_modules_that_are_sharded_together_may_be_called_alone():
+    once = [("whole", True), ("shard", True)]
+    assert run_ranks(2, states_and_groups) == [(once * 2, [[1.0, 1.0]] * 2)] * 2
+
+
 def test_holders_of_memory_are_counted():
     x = torch.zeros(3)
     before = compat.num_holders(x)

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid.parallel.pipeline.cut import StageCut
-from lightning_hybrid.parallel.zero.units import Unit, choose_units
+from lightning_hybrid.parallel.zero.units import GROUP_BYTES, Unit, choose_units
 
 BLOCKS = [f"blocks.{i}" for i in range(4)]
 
@@ -22,20 +22,20 @@ class Model(nn.Module):
 
 
 def names(units):
-    return [unit.name for unit in units]
+    return [name for unit in units for name in unit.names]
 
 
 def test_blocks_with_parameters_of_their_own_are_units():
     model = Model()
     assert choose_units(model, None, BLOCKS, zero_stage=1) == []
-    assert choose_units(model, None, BLOCKS, zero_stage=2) == [Unit("blocks.0", (0,)), Unit("blocks.2", (0,))]
+    assert choose_units(model, None, BLOCKS, zero_stage=2) == [Unit(("blocks.0",), (0,)), Unit(("blocks.2",), (0,))]
     assert choose_units(model, None, [], zero_stage=3) == []
     assert names(choose_units(model, None, BLOCKS, zero_stage=2, excluded={"blocks.0"})) == ["blocks.2"]
 
 
 def test_stage_3_has_units_of_large_modules_beside_the_blocks():
     beside = choose_units(Model(), None, BLOCKS, zero_stage=3)[2:]
-    assert beside == [Unit("embed", (0,), is_block=False), Unit("head", (0,), is_block=False)]
+    assert beside == [Unit(("embed",), (0,), is_block=False), Unit(("head",), (0,), is_block=False)]
     others = choose_units(Model(), None, BLOCKS, zero_stage=3, excluded={"embed", "head"})[2:]
     assert names(others) == ["wrapped"]  # if it is what the model calls
 
@@ -55,7 +55,42 @@ def test_each_stage_has_its_own(rank):
     assert names(choose_units(model, cut, BLOCKS, zero_stage=1)) == [["blocks.0", "blocks.2"], []][rank]
     units = choose_units(model, cut, BLOCKS, zero_stage=3, callers={"embed": [0, 2], "head": [3]})
     if rank == 0:
-        assert units[-1] == Unit("embed", (0, 2), is_block=False)
+        assert units[-1] == Unit(("embed",), (0, 2), is_block=False)
         assert "head" not in names(units)
     else:
         assert units == []  # without blocks there is nothing to be smaller than
+
+
+def together(sizes, **options):
+    """Numbers of blocks in units."""
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Linear(1, number, bias=False) for number in sizes)
+    names = [f"blocks.{i}" for i in range(len(sizes))]
+    found = choose_units(model, None, names, zero_stage=2, **options)
+    assert [name for unit in found for name in unit.names] == names
+    return [len(unit.names) for unit in found]
+
+
+def test_small_neighbours_are_one_unit():
+    assert together([1] * 7) == [1] * 7, "a unit has at most a quarter of a stage"
+    assert together([1] * 8) == [2] * 4
+    assert together([1] * 15) == [3] * 5
+    assert together([1] * 16, group=False) == [1] * 16
+    assert together([9, 1, 1, 1, 20, 1, 1, 1, 1]) == [1, 3, 1, 4], "large ones part them"
+
+
+def test_no_unit_of_several_blocks_is_larger_than_a_message_should_be():
+    quarter = GROUP_BYTES // 16  # numbers of 4 bytes
+    assert together([quarter] * 32) == [4] * 8
+    assert together([quarter + 1] * 32) == [3] * 10 + [2]
+    assert together([4 * quarter, 1] * 8) == [1] * 16
+
+
+def test_units_end_with_their_stage():
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Linear(1, 1) for _ in range(32))
+    names = [f"blocks.{i}" for i in range(32)]
+    cut = StageCut(model, names, [8] * 4, pipeline=2, rank=1, device=torch.device("cpu"))
+    found = choose_units(model, cut, names, zero_stage=2)
+    assert [unit.stages for unit in found] == [(1,)] * 4 + [(3,)] * 4
+    assert [unit.names[0] for unit in found] == [f"blocks.{i}" for i in (8, 10, 12, 14, 24, 26, 28, 30)]

@@ -9,12 +9,20 @@ the whole parameter; one that was taken before is noticed, and keeps the shard's
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.compat import local_part, num_holders, set_local_part, shard_memory, sharded_records
+from lightning_hybrid.compat import (
+    around_states,
+    local_part,
+    num_holders,
+    set_local_part,
+    shard_memory,
+    sharded_groups,
+)
 
 
 def alias_shards(module: nn.Module) -> None:
@@ -23,51 +31,64 @@ def alias_shards(module: nn.Module) -> None:
     Args:
         module: `fully_shard` was called on it, and nobody looks at its shards yet.
     """
-    for record in sharded_records(module):
-        _Shard(record)
+    for group in sharded_groups(module):
+        shards = [_Shard(record) for record in group.fsdp_params]
+        around_states(group, after_whole=_each(shards, _Shard.lend), before_shard=_each(shards, _Shard.take_back))
+
+
+def _each(shards: list[_Shard], step: Callable[[_Shard], None]) -> Callable[[], None]:
+    def run() -> None:
+        with torch.no_grad():
+            for shard in shards:
+                step(shard)
+
+    return run
 
 
 class _Shard:
-    """Steps between two of `fully_shard`'s: all ways from a shard to the whole and back lead through these methods.
+    """One parameter's shard; this runs for every parameter in every step, so what stays the same is found out once.
 
     Args:
-        record: What `fully_shard` knows of one parameter.
+        record: What `fully_shard` knows of the parameter.
     """
 
     def __init__(self, record: Any) -> None:
         self._record, self._memory = record, shard_memory(record)
+        self._storage, self._num_bytes = self._memory.untyped_storage(), self._memory.nbytes
         self._num_holders = num_holders(self._memory)
         self._own: Tensor | None = None  # what the DTensor has while the parameter is not whole
-        self._to_whole, self._to_shard = record.to_unsharded, record.to_sharded
-        record.to_unsharded, record.to_sharded = self._unshard, self._reshard
+        self._gathered: Tensor | None = None
 
-    def _unshard(self) -> None:
-        self._to_whole()
+    def lend(self) -> None:
+        """The parameter has just become whole."""
+        if self._gathered is not self._record.all_gather_outputs[0]:
+            self._find_piece()
         if self._own is None and self._may_go():
             self._own = local_part(self._record.sharded_param)
-            piece = self._piece()[: self._own.numel()]  # without padding
-            set_local_part(self._record.sharded_param, piece.view(self._own.shape))
-            self._memory.untyped_storage().resize_(0)
+            set_local_part(self._record.sharded_param, self._part)
+            self._storage.resize_(0)
 
-    def _reshard(self) -> None:
+    def take_back(self) -> None:
+        """The whole parameter is about to be freed."""
         if self._own is not None:
-            with torch.no_grad():
-                self._memory.untyped_storage().resize_(self._memory.numel() * self._memory.itemsize)
-                self._memory.copy_(self._piece())
+            self._storage.resize_(self._num_bytes)
+            self._memory.copy_(self._piece)
             set_local_part(self._record.sharded_param, self._own)
             self._own = None
-        self._to_shard()
+
+    @torch.inference_mode(False)
+    def _find_piece(self) -> None:
+        """This rank's part of the gathered memory, which is one tensor for good: flat, and without padding in shape."""
+        gathered: Tensor = self._record.all_gather_outputs[0]
+        part = local_part(self._record.sharded_param)
+        size = len(self._memory)
+        self._piece = gathered.detach().narrow(0, self._record.mesh_info.shard_mesh_rank * size, size)
+        self._part = self._piece[: part.numel()].view(part.shape)
+        is_alike = gathered.dtype == self._memory.dtype and gathered.device == self._memory.device
+        self._is_apt = is_alike and self._storage.nbytes() == self._num_bytes
+        self._gathered = gathered
 
     def _may_go(self) -> bool:
         """Whether the gathered memory is of one kind with the shard's, and nobody else holds the latter."""
-        gathered = self._record.all_gather_outputs[0]
-        is_alike = gathered.dtype == self._memory.dtype and gathered.device == self._memory.device
-        is_all = self._memory.untyped_storage().nbytes() == self._memory.nbytes
         is_ours = shard_memory(self._record) is self._memory and num_holders(self._memory) == self._num_holders
-        return is_alike and is_all and is_ours
-
-    def _piece(self) -> Tensor:
-        """This rank's part of the gathered memory, flat, with padding."""
-        with torch.no_grad():
-            gathered: Tensor = self._record.all_gather_outputs[0]
-            return gathered.narrow(0, self._record.mesh_info.shard_mesh_rank * len(self._memory), len(self._memory))
+        return self._is_apt and is_ours

@@ -1,4 +1,4 @@
-"""Whether replicas have called the same units in the same order: `fully_shard` takes that for granted.
+"""Whether replicas have called the same modules of units in the same order: `fully_shard` takes that for granted.
 
 Where they have not, one replica's gather of a unit meets another's of some other unit. If both are of one size nothing
 fails, and the numbers are wrong.
@@ -6,6 +6,7 @@ fails, and the numbers are wrong.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -15,14 +16,17 @@ RANGE = 2**20  # of a digest: the sum of squares over all replicas fits into 64 
 
 
 class Calls:
-    """The calls of units in one replica's step."""
+    """The calls of modules in one replica's step."""
 
     def __init__(self) -> None:
         self._numbers: list[int] = []
+        self._count = 0
 
-    def watch(self, module: nn.Module, number: int) -> None:
-        """Note each call of a unit from now on."""
-        module.register_forward_pre_hook(partial(_note, self._numbers, number))
+    def watch(self, modules: Iterable[nn.Module]) -> None:
+        """Note each call of these modules from now on; all replicas watch the same ones in one order."""
+        for module in modules:
+            module.register_forward_pre_hook(partial(_note, self._numbers, self._count))
+            self._count += 1
 
     def clear(self) -> None:
         """A step begins."""

@@ -36,7 +36,7 @@ from lightning_hybrid.parallel.zero.twins import Twins
 from lightning_hybrid.parallel.zero.units import Unit, loose_parameters
 from lightning_hybrid.parallel.zero.waiting import complete_waiting, drop_waiting, waiting_gradients
 from lightning_hybrid.parallel.zero.windows import places_of_copy, places_of_replica
-from lightning_hybrid.parallel.zero.wrappers import Bucket, Step, configure, own_memory
+from lightning_hybrid.parallel.zero.wrappers import Bucket, Step, configure, shard_unit
 
 
 class Sharded:
@@ -54,7 +54,8 @@ class Sharded:
 
     Attributes:
         loose: Parameters that `fully_shard` cannot slice: every replica has them whole.
-        modules: Units, and buckets of what is in none.
+        units: What is gathered together.
+        modules: One of each unit, and buckets of what is in none.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Sharded:
         offload: bool = False,
         fill: Callable[[], None] | None = None,
     ) -> None:
-        # its advice is heeded by `own_memory`, where modules reshard after forward
+        # its advice is heeded by `shard_unit`, where modules reshard after forward
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self._mesh, self._zero_stage, self._reduce_dtype = mesh, zero_stage, reduce_dtype
         loose = loose_parameters(root, torch.float32 if param_dtype else None)
@@ -81,14 +82,13 @@ class Sharded:
             mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
             offload_policy=policy,
         )
-        self._units: list[tuple[Unit, Any]] = []
+        self.units, self._units = list(units), list[tuple[Unit, Any]]()
         self._calls, self._twins = Calls(), Twins()
         for unit in units:
-            module = root.get_submodule(unit.name)
-            self._calls.watch(module, len(self._units))
-            if zero_stage == 3:
-                module.register_forward_hook(own_memory)
-            self._units.append((unit, shard(module, ignored_params=set(loose.values()))))
+            modules = [root.get_submodule(name) for name in unit.names]
+            self._calls.watch(modules)
+            shard_unit(modules, partial(shard, ignored_params=set(loose.values())), for_moments=zero_stage == 3)
+            self._units.append((unit, modules[0]))  # it stands for all of them
         rest = [p for name, p in root.named_parameters() if not isinstance(p, DTensor) and name not in loose]
         self._buckets = [
             shard(Bucket(root), ignored_params=set(root.parameters()) - set(bucket)) for bucket in make_buckets(rest)

@@ -13,19 +13,23 @@ from lightning_hybrid.parallel.pipeline.cut import StageCut, ancestors_of, outsi
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # nobody calls them
 ONLY_STAGE = 0
+GROUP_BYTES = 2**20
+"""Most of several blocks in a unit: so far fewer messages save time in all stages; in larger ones less overlaps."""
+GROUP_SHARE = 4
+"""Such a unit is at most one of so many parts of a stage's blocks: stage 3 is not to gather a small model whole."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A module with parameters of its own.
+    """Modules with parameters of their own.
 
     Attributes:
-        name: Dotted name.
-        stages: Stages of this rank whose runs call it, ascending.
-        is_block: One of the blocks, in their order; else a module beside them.
+        names: Dotted names; several of small blocks in their order.
+        stages: Stages of this rank whose runs call them, ascending.
+        is_block: They are blocks; else one module beside them.
     """
 
-    name: str
+    names: tuple[str, ...]
     stages: tuple[int, ...]
     is_block: bool = True
 
@@ -38,12 +42,13 @@ def choose_units(
     zero_stage: int,
     callers: Mapping[str, Collection[int]] | None = None,
     excluded: Collection[str] = (),
+    group: bool = True,
 ) -> list[Unit]:
     """The units of one rank, blocks first and in order; all that is in none of them travels in buckets.
 
     Stage 1 without a pipeline has buckets alone: gathered and summed in one order, whatever the replicas compute. In
     stage 3 a module beside the blocks with at least half as many parameters as the smallest block is a unit too;
-    smaller ones would only make more messages.
+    smaller ones would only make more messages. For the same reason neighbours that are small are one unit.
 
     Args:
         root: The model.
@@ -52,6 +57,7 @@ def choose_units(
         zero_stage: 1, 2 or 3.
         callers: Of each module beside the blocks, the stages that call it; unused without a pipeline.
         excluded: Modules whose parameters are read past their calls.
+        group: Several small blocks may be one unit.
     """
     if zero_stage == 1 and cut is None:
         return []
@@ -64,22 +70,46 @@ def choose_units(
         return name not in excluded and bool(parameters) and all(users[id(p)] == 1 for p in parameters)
 
     if cut is None:
-        units = [Unit(name, (ONLY_STAGE,)) for name in blocks]
+        stages = {ONLY_STAGE: list(blocks)}
     else:
-        units = [Unit(cut.blocks[i], (stage,)) for stage in cut.stages for i in cut.blocks_of_stage(stage)]
-    units = [unit for unit in units if is_whole(unit.name)]
+        stages = {stage: [cut.blocks[i] for i in cut.blocks_of_stage(stage)] for stage in cut.stages}
+    stages = {stage: [name for name in names if is_whole(name)] for stage, names in stages.items()}
+    units = [
+        Unit(together, (stage,))
+        for stage, names in stages.items()
+        for together in (_groups(root, names) if group else [(name,) for name in names])
+    ]
     if zero_stage < 3 or not units:
         return units
-    least = min(_size(root, unit.name) for unit in units) / 2
+    least = min(_size(root, name) for unit in units for name in unit.names) / 2
     taken = set[int]()  # a module may have a second name, or be within another one
     for name in outside_modules(root, ancestors_of(blocks), set(blocks)):
         calling = [ONLY_STAGE] if cut is None else [s for s in (callers or {}).get(name, ()) if s in cut.stages]
         inside = {id(parameter) for parameter in root.get_submodule(name).parameters()}
         is_called = not isinstance(root.get_submodule(name), CONTAINERS)
         if calling and is_called and is_whole(name) and not taken & inside and _size(root, name) >= least:
-            units.append(Unit(name, tuple(calling), is_block=False))
+            units.append(Unit((name,), tuple(calling), is_block=False))
             taken |= inside
     return units
+
+
+def _groups(root: nn.Module, blocks: Sequence[str]) -> list[tuple[str, ...]]:
+    """Part the blocks of a stage into runs of neighbours that together are small, and blocks that are not."""
+    sizes = {name: _num_bytes(root, name) for name in blocks}
+    most = min(GROUP_BYTES, sum(sizes.values()) // GROUP_SHARE)
+    groups: list[list[str]] = []
+    left = -1
+    for name, size in sizes.items():
+        left -= size
+        if left < 0:
+            groups.append([])
+            left = most - size
+        groups[-1].append(name)
+    return [tuple(group) for group in groups]
+
+
+def _num_bytes(root: nn.Module, name: str) -> int:
+    return sum(p.numel() * p.element_size() for p in root.get_submodule(name).parameters())
 
 
 def _in_shared_modules(root: nn.Module, blocks: Sequence[str]) -> Counter[int]:

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_hybrid.compat import is_view
-from lightning_hybrid.functional.trees import map_leaves
+from lightning_hybrid.compat import before_backward, is_view
+from lightning_hybrid.functional.trees import leaves_of, map_leaves
 from lightning_hybrid.parallel.pipeline.run import Result
 from lightning_hybrid.parallel.zero.units import Unit
 
@@ -37,6 +38,34 @@ class Step(nn.Module):
         return result.payload, result.output
 
 
+def shard_unit(modules: Sequence[nn.Module], shard: Callable[[Any], Any], *, for_moments: bool) -> None:
+    """Let modules be gathered and summed together.
+
+    Args:
+        modules: One or more.
+        shard: `fully_shard`, with its keywords.
+        for_moments: Parameters are whole only while a forward or backward pass of the modules runs.
+    """
+    if for_moments:
+        for module in modules:
+            module.register_forward_hook(own_memory)
+    shard(modules if len(modules) > 1 else modules[0])
+    if for_moments and len(modules) > 1:
+        for module in modules:
+            module.register_forward_hook(gather_early)
+
+
+def gather_early(module: nn.Module, args: Any, output: Any) -> None:
+    """Let parameters be whole before the backward pass of each module that `fully_shard` got together with others.
+
+    It gathers before the last one's: but the last one's output may have no gradient.
+    """
+    if torch.is_grad_enabled():
+        for leaf in leaves_of(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(before_backward(module))
+
+
 def own_memory(module: nn.Module, args: Any, output: Any) -> Any:
     """Outputs that are no views: `fully_shard` loses sight of a view that is written to, and gathers too late."""
 
@@ -53,7 +82,7 @@ def configure(
     """Sums are sums; a block fetches its neighbour on the same stage ahead, and nothing else does.
 
     By default a module gathers what ran before it, and that differs between replicas if only one of them has probed
-    a new shape. Where parameters stay whole until the last backward pass, there is nothing to fetch.
+    a new shape. Where parameters stay whole until the last backward pass, that has nothing to fetch.
 
     Args:
         units: In the model's order, with their modules.
@@ -69,6 +98,7 @@ def configure(
         module.set_modules_to_backward_prefetch([module])  # none but itself, which is gathered
     blocks = [(unit.stages, module) for unit, module in units if unit.is_block]
     for (stages, module), (next_stages, following) in pairwise(blocks):
-        if zero_stage == 3 and stages == next_stages:
+        if stages == next_stages:
             module.set_modules_to_forward_prefetch([following])
+        if zero_stage == 3 and stages == next_stages:
             following.set_modules_to_backward_prefetch([module])

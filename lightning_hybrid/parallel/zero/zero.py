@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_hybrid.parallel.data_parallel import DataParallel, Replicated, maxima
 from lightning_hybrid.parallel.mesh import Mesh
@@ -21,6 +22,9 @@ from lightning_hybrid.parallel.tensor.regions import bypass_sharding
 from lightning_hybrid.parallel.zero.reads import ReadWatch
 from lightning_hybrid.parallel.zero.sharding import Sharded
 from lightning_hybrid.parallel.zero.units import choose_units
+
+HEEDS_EACH_CALL = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+"""`fully_shard` of several modules works if only some of them are called: since torch 2.13, as that method is there."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,15 @@ class Zero:
         if reads is not None:
             dist.all_gather_object(everyone, reads.found, group=mesh.data_group)
         excluded = set().union(*everyone)
-        units = choose_units(root, cut, self.blocks, zero_stage=self.stage, callers=callers, excluded=excluded)
+        units = choose_units(
+            root,
+            cut,
+            self.blocks,
+            zero_stage=self.stage,
+            callers=callers,
+            excluded=excluded,
+            group=HEEDS_EACH_CALL,
+        )
         if self.streaming is not None:
             self.streaming.stop()
         sharded = Sharded(
