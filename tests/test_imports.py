@@ -20,6 +20,7 @@ NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}  # documented: the und
 DOCUMENTED = NAMED_TUPLE | {"_exit"}  # ... and os._exit is documented too
 EVERYTHING = {"cli", "__init__", "__main__"}  # may import all of it
 LONGEST_FILE, LONGEST_FUNCTION = 300, 40  # lines; a function's docstring is not counted
+LONGEST_LIST = 400  # of compat.py, which is a list of unrelated short functions, and one file by rule
 
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 
@@ -106,7 +107,8 @@ def test_private_names_of_others_stand_in_compat_alone(path):
 def test_files_and_functions_are_short(path):
     source = path.read_text()
     functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-    assert len(source.splitlines()) <= LONGEST_FILE
+    longest = LONGEST_LIST if layer_of(path) == "compat" else LONGEST_FILE
+    assert len(source.splitlines()) <= longest
     assert not [f"{f.name}: {code_lines(f)} lines" for f in functions if code_lines(f) > LONGEST_FUNCTION]
 
 
