@@ -1,4 +1,4 @@
-"""Sharded checkpoints: any layout and ZeRO stage goes on from any other, with the numbers of one process."""
+"""Checkpoints between any two batches: any layout and ZeRO stage goes on from any other, with one process's numbers."""
 
 import random
 
@@ -14,7 +14,8 @@ from tests.launch import run_trainers
 from tests.small import WIDTH, hybrid, samples, trainer_of, weights
 from tests.test_zero import Odd
 
-BATCHES, BATCH, EPOCHS, SAVED = 6, 8, 2, 1
+BATCHES, BATCH, EPOCHS, WINDOW = 6, 8, 2, 2
+POINTS = {"mid-window": 2, "mid-epoch": 3, "end": 5}  # the first epoch's batch after which is saved
 COLUMNS = {"blocks.*.linear": "colwise"}
 LAYOUTS = {
     4: [
@@ -33,7 +34,7 @@ LAYOUTS = {
     1: [{"pipeline": 1}],
 }
 ALL = [(size, index) for size, layouts in LAYOUTS.items() for index in range(len(layouts))]
-KINDS = ["adamw", "sgd", "momentum"]
+KINDS, FORMS = ["adamw", "sgd", "momentum"], ["sharded", "full"]
 
 
 class Mixed(Odd):
@@ -58,11 +59,16 @@ class Mixed(Odd):
 
 
 class Losses(Callback):
-    def __init__(self):
-        self.seen = []
+    """Keeps the losses; saves after some batches of the first epoch, as `{prefix}-{point}.ckpt`."""
+
+    def __init__(self, prefix=None):
+        self.seen, self.prefix = [], prefix
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.seen.append(float(outputs["loss"]))
+        for point in (point for point, last in POINTS.items() if last == batch_idx and trainer.current_epoch == 0):
+            if self.prefix is not None:
+                trainer.save_checkpoint(f"{self.prefix}-{point}.ckpt")
 
 
 def share(layout):
@@ -73,12 +79,12 @@ def share(layout):
     return DataLoader(samples(BATCHES * BATCH), BATCH // data, sampler=sampler)
 
 
-def train(layout, kind, epochs, resume=None):
+def train(layout, kind, resume=None, prefix=None, state_dict_type="sharded"):
     """Train on, or from the start; the Trainer, and the losses."""
-    losses = Losses()
-    strategy = "auto" if layout is None else hybrid(**layout, state_dict_type="sharded")
+    losses = Losses(prefix)
+    strategy = "auto" if layout is None else hybrid(**layout, state_dict_type=state_dict_type)
     batches = DataLoader(samples(BATCHES * BATCH), BATCH) if layout is None else share(layout)
-    trainer = trainer_of(strategy, max_epochs=epochs, accumulate_grad_batches=2, callbacks=[losses])
+    trainer = trainer_of(strategy, max_epochs=EPOCHS, accumulate_grad_batches=WINDOW, callbacks=[losses])
     trainer.fit(Mixed(kind), batches, ckpt_path=resume)
     return trainer, losses.seen
 
@@ -93,15 +99,15 @@ def save_all(folder):
     size = dist.get_world_size()
     for index, layout in enumerate(LAYOUTS[size]):
         for kind in KINDS:
-            trainer, _ = train(layout, kind, SAVED)
-            trainer.save_checkpoint(folder / f"{size}-{index}-{kind}.ckpt")
+            form = FORMS[(index + KINDS.index(kind)) % len(FORMS)]
+            train(layout, kind, prefix=folder / f"{size}-{index}-{kind}", state_dict_type=form)
 
 
 def go_on(folder, tasks):
     found = []
-    for index, source, kind in tasks:
-        path = folder / f"{source[0]}-{source[1]}-{kind}.ckpt"
-        trainer, losses = train(LAYOUTS[dist.get_world_size()][index], kind, EPOCHS, path)
+    for index, source, kind, point in tasks:
+        path = folder / f"{source[0]}-{source[1]}-{kind}-{point}.ckpt"
+        trainer, losses = train(LAYOUTS[dist.get_world_size()][index], kind, path)
         found.append((losses, whole_state(trainer)))
     return found
 
@@ -111,7 +117,7 @@ def expected():
     """Of each optimizer, losses and states of a run of one process without a stop."""
     found = {}
     for kind in KINDS:
-        trainer, losses = train(None, kind, EPOCHS)
+        trainer, losses = train(None, kind)
         found[kind] = losses, whole_state(trainer)
     return found
 
@@ -127,15 +133,16 @@ def folder(tmp_path_factory):
 @pytest.mark.filterwarnings("ignore:.*It has no rule for parts")
 @pytest.mark.parametrize("size", LAYOUTS)
 def test_any_layout_goes_on_from_any_other(folder, expected, size):
+    """Case 17 and case 18."""
     draw = random.Random(size)
     pairs = [(index, source) for index in range(len(LAYOUTS[size])) for source in draw.sample(ALL, 3)]
-    tasks = [(index, source, draw.choice(KINDS)) for index, source in pairs]
+    tasks = [(index, source, draw.choice(KINDS), draw.choice(list(POINTS))) for index, source in pairs]
     outcomes = run_trainers(size, go_on, folder, tasks, timeout=300)
-    for place, (index, source, kind) in enumerate(tasks):
+    for place, (index, source, kind, point) in enumerate(tasks):
         losses, (state, moments, rates) = expected[kind]
-        about = f"{LAYOUTS[size][index]} from {LAYOUTS[source[0]][source[1]]}, {kind}"
+        about = f"{LAYOUTS[size][index]} from {LAYOUTS[source[0]][source[1]]}, {kind}, {point}"
         for seen, _ in (rank[place] for rank in outcomes):
-            same(seen, losses[BATCHES:], about)
+            same(seen, losses[POINTS[point] + 1 :], about)
         same(outcomes[0][place][1], (state, moments, rates), about)
 
 

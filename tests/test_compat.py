@@ -4,6 +4,7 @@ import inspect
 import io
 import pickle
 import signal
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -499,3 +500,20 @@ class Hooked(Small):
 
 def test_hooks_before_a_step_can_be_called():
     assert fit(Hooked(), loader(8, 4)).global_step == 2
+
+
+def test_a_context_is_around_the_collection_of_a_checkpoint_alone(tmp_path):
+    entered = []
+
+    @contextmanager
+    def noting():
+        entered.append("in")
+        yield
+        entered.append("out")
+
+    trainer = fit(Small(), loader(8, 4))
+    for _ in range(2):  # the second context takes the place of the first
+        compat.around_dump(trainer, noting)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert entered == ["in", "out"]
+    assert torch.load(tmp_path / "a.ckpt", weights_only=True)["global_step"] == 2
