@@ -3,6 +3,8 @@
 import gc
 import time
 import weakref
+from contextlib import contextmanager
+from itertools import pairwise
 from unittest.mock import patch
 
 import pytest
@@ -20,6 +22,7 @@ from lightning_hybrid.callbacks import CommunicationLedger
 from lightning_hybrid.compat import sharded_records
 from lightning_hybrid.parallel import gradients, reduction
 from lightning_hybrid.parallel.pipeline import planner
+from lightning_hybrid.parallel.zero import units
 from tests.launch import run_trainers
 from tests.small import WIDTH, Small, fit, hybrid, loader, weights
 
@@ -30,17 +33,19 @@ class Deep(Small):
     depth = 10
 
 
+@contextmanager
 def small_buckets(number_of_blocks=2.5):
     """Context in which buckets are as small beside a small model as they usually are beside a large one."""
     size = int(number_of_blocks * BLOCK)
-    return patch.multiple(gradients, BUCKET_BYTES=size), patch.multiple(reduction, FIRST_BUCKET_BYTES=size)
+    first, second = patch.multiple(gradients, BUCKET_BYTES=size), patch.multiple(reduction, FIRST_BUCKET_BYTES=size)
+    with first, second, patch.multiple(units, GROUP_BYTES=0):
+        yield
 
 
 def largest(model, stages, pipeline, data):
     """Bytes of the largest message of each collective over the replicas, for each stage."""
     found = []
-    first, second = small_buckets()
-    with first, second:
+    with small_buckets():
         for stage in stages:
             ledger = CommunicationLedger()
             fit(model(), loader(2 * BATCH, BATCH, data), hybrid(pipeline, zero_stage=stage), callbacks=[ledger])
@@ -76,8 +81,7 @@ class Dropping(Small):
 
 
 def dropped(stages):
-    first, second = small_buckets(0.7)
-    with first, second:
+    with small_buckets(0.7):
         train = [hybrid(1, zero_stage=stage) for stage in stages]
         return [weights(fit(Dropping(), loader(6 * BATCH, BATCH, 2), strategy)) for strategy in train]
 
@@ -139,9 +143,10 @@ class Gathered(Callback):
                 module.register_full_backward_hook(lambda *_: self.look("backward"))
 
 
-def gathered(pipeline, data, bound):
+def gathered(pipeline, data, bound, group_bytes):
     watch = Gathered(bound)
-    fit(Growing(), loader(3 * BATCH, BATCH, data), hybrid(pipeline, zero_stage=3), callbacks=[watch])
+    with patch.multiple(units, GROUP_BYTES=group_bytes):
+        fit(Growing(), loader(3 * BATCH, BATCH, data), hybrid(pipeline, zero_stage=3), callbacks=[watch])
     return watch.peaks, watch.looks
 
 
@@ -166,11 +171,23 @@ class Perceptron(nn.Module):
 def test_stage_3_has_two_units_whole_at_most(pipeline, size):
     """The one that runs and, in either direction, the one that is fetched ahead; besides what is in no unit."""
     unit, rest = 8 * sum(p.numel() for p in Perceptron(14).parameters()), 8 * (WIDTH + 1 + 1)  # padded by one
-    peaks = run_trainers(size, gathered, pipeline, 2, 2 * unit + rest)
+    peaks = run_trainers(size, gathered, pipeline, 2, 2 * unit + rest, 0)
     assert all(looks >= 20 for _, looks in peaks)
     for direction in ("forward", "backward"):
         most = max(of_rank[direction] for of_rank, _ in peaks)
         assert 1.9 * unit < most <= 2 * unit + rest, (direction, peaks, unit, rest)
+
+
+def test_stage_3_has_two_units_of_several_blocks_whole_at_most():
+    model = Growing()
+    sizes = {name: 8 * sum(p.numel() for p in block.parameters()) for name, block in model.blocks.named_children()}
+    chosen = units.choose_units(model, None, [f"blocks.{name}" for name in sizes], zero_stage=3)
+    of_units = [sum(sizes[name.removeprefix("blocks.")] for name in unit.names) for unit in chosen if unit.is_block]
+    assert [len(unit.names) for unit in chosen if unit.is_block] == [3, 2, 2, 1, 1, 1]
+    most = max(a + b for a, b in pairwise(of_units))
+    rest = 8 * (WIDTH + 1 + 1 + 5 * (WIDTH + 1))  # and rows that pad sizes that two ranks do not divide
+    (peaks, _), *_ = run_trainers(2, gathered, 1, 2, most + rest, units.GROUP_BYTES)
+    assert all(most <= peak <= most + rest for peak in peaks.values()), (peaks, most, rest)
 
 
 class Lengths(Small):
