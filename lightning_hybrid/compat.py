@@ -167,20 +167,14 @@ def partial_sum(group: Any) -> Tensor | None:
     return flat
 
 
-def set_partial_sum(group: Any, flat: Tensor) -> None:
-    """Let the last backward pass of a window add this."""
+def set_partial_sum(group: Any, flat: Tensor | None) -> None:
+    """Let the last backward pass of a window add this, or nothing."""
     group._partial_reduce_output = flat
 
 
 def before_backward(module: nn.Module) -> Callable[[Tensor], Tensor]:
     """Hook for an output of any of several modules that `fully_shard` got together: it has one for the last's alone."""
     return fully_shard.state(module)._pre_backward  # type: ignore[attr-defined]
-
-
-def drop_partial_sums(module: nn.Module | FSDPModule) -> None:
-    """Forget sums over one group of replicas, which wait for the last backward pass of a window."""
-    for group in sharded_groups(module):
-        group._partial_reduce_output = None
 
 
 def sharded_groups(module: nn.Module | FSDPModule) -> list[Any]:

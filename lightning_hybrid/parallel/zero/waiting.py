@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_hybrid.compat import drop_partial_sums, sharded_records
+from lightning_hybrid.compat import set_partial_sum, sharded_groups, sharded_records
 
 
 def waiting_gradients(modules: Iterable[FSDPModule]) -> list[Tensor]:
@@ -32,6 +32,7 @@ def complete_waiting(module: FSDPModule, dtype: torch.dtype) -> None:
 def drop_waiting(modules: Iterable[FSDPModule]) -> None:
     """Forget them, and what is summed over a part of the replicas only."""
     for module in modules:
-        drop_partial_sums(module)
+        for group in sharded_groups(module):
+            set_partial_sum(group, None)
         for parameter in sharded_records(module):
             parameter.unsharded_accumulated_grad = None
