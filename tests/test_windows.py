@@ -81,7 +81,7 @@ class Spread:
     on_host: bool = False
     offload: bool = False
 
-    def strategy(self):
+    def strategy(self, **more):
         tensor = {"tensor_parallel_size": self.tensor, "sequence_parallel": True} if self.tensor > 1 else {}
         return hybrid(
             self.pipeline,
@@ -91,6 +91,7 @@ class Spread:
             accumulate_on_cpu=self.on_host,
             cpu_offload=self.offload,
             **tensor,
+            **more,
         )
 
     def loader(self, first):
@@ -187,11 +188,11 @@ class Seed(Callback):
         trainer.strategy.assembly.resumed = self.resumed
 
 
-def run(model, spread, callbacks=(), path=None):
+def run(model, spread, callbacks=(), path=None, **more):
     options = {"accumulate_grad_batches": ACCUMULATE, "use_distributed_sampler": False}
     if model.loss_scale is not None:
         options["plugins"] = [FP16MasterWeights(loss_scale=model.loss_scale)]
-    trainer = trainer_of(spread.strategy(), callbacks=list(callbacks), **options)
+    trainer = trainer_of(spread.strategy(**more), callbacks=list(callbacks), **options)
     trainer.fit(model(), spread.loader(0 if path is None else STOP + 1), ckpt_path=path)
     assert trainer.global_step == 2
     return dict(weights(trainer))
@@ -264,6 +265,35 @@ def test_a_window_goes_on_under_any_layout(tmp_path):
 @pytest.mark.filterwarnings(RESUMING)
 def test_a_window_goes_on_under_many_more_layouts(tmp_path):
     check(Windowed, tmp_path, CORE + MORE)
+
+
+class Saved(Callback):
+    """Saves a checkpoint within the window."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == STOP:
+            trainer.save_checkpoint(self.path)
+
+
+def saved_and_resumed(folder, kind):
+    """Weights of a run of four processes that has saved within a window, and of others that have gone on from it."""
+    spreads = [Spread(pipeline=2, zero_stage=1), Spread(replicate=2, zero_stage=3), Spread(tensor=2)]
+    path = folder / "window.ckpt"
+    alone, whole = (run(Weighted, spreads[0], saved, state_dict_type=kind) for saved in ([], [Saved(path)]))
+    return [alone, whole, *(run(Weighted, spread, path=path, state_dict_type=kind) for spread in spreads)]
+
+
+@pytest.mark.filterwarnings(RESUMING)
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_a_checkpoint_keeps_its_window(tmp_path, kind):
+    whole, saved, again, *others = run_trainers(4, saved_and_resumed, tmp_path, kind, timeout=200)[0]
+    same(saved, whole, "while it saves", rtol=0, atol=0)
+    same(again, whole, "the same layout", rtol=0, atol=0)
+    for state in others:
+        same(state, whole, "another layout", rtol=1e-9, atol=1e-12)
 
 
 class Changing(Windowed):
