@@ -77,7 +77,7 @@ def hybrid(pipeline=2, chunks=1, microbatches=2, **options):
 def trainer_of(strategy="auto", **options):
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     devices = dist.get_world_size() if dist.is_initialized() else 1
-    return Trainer(accelerator="cpu", devices=devices, strategy=strategy, **{"max_epochs": 1, **quiet, **options})
+    return Trainer(accelerator="cpu", strategy=strategy, **{"devices": devices, "max_epochs": 1, **quiet, **options})
 
 
 def fit(module, train, strategy="auto", val=None, **options):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
@@ -45,6 +48,8 @@ class Checkpoints:
         self._timeout, self.in_background = timeout, background
         self._background, self._copies = Background(), HostCopies()
         self._group: dist.ProcessGroup | None = None
+        self._unsettled: set[str] = set()  # paths that are being written, or removed
+        self._watched: list[Any] = []
         self.is_dumping = False
 
     @contextmanager
@@ -77,9 +82,13 @@ class Checkpoints:
             layout=assembly.layout(),
             epoch=rest.get("epoch", 0),
             global_step=rest.get("global_step", 0),
-            tied={MODEL + key: MODEL + first for key, first in assembly.outline.tied.items()},
+            tied={MODEL + name: MODEL + first for name, first in collected.tied.items()},
         )
-        self._run(lambda parts, group: save_sharded(path, parts, rest, about, group), assembly, collected, wait=wait)
+
+        def write(parts: Parts, group: dist.ProcessGroup | None) -> None:
+            save_sharded(path, parts, rest, about, group)
+
+        self._run(write, path, assembly, collected, wait=wait)
 
     def save_file(self, assembly: Assembly, collected: Collected, path: Any, *, wait: bool) -> None:
         """Write a checkpoint as one file, which no rank holds in memory; every rank calls it.
@@ -91,7 +100,7 @@ class Checkpoints:
             wait: Return when it is complete.
         """
         target = to_checkpoint(path, collected.filled)
-        self._run(lambda parts, group: stream_parts(parts, group, target), assembly, collected, wait=wait)
+        self._run(lambda parts, group: stream_parts(parts, group, target), path, assembly, collected, wait=wait)
 
     def in_memory(self, collected: Collected) -> dict[str, Any]:
         """The whole checkpoint in the memory of world rank 0; every rank calls it."""
@@ -103,6 +112,7 @@ class Checkpoints:
     def _run(
         self,
         write: Callable[[Parts, dist.ProcessGroup | None], None],
+        path: Any,
         assembly: Assembly,
         collected: Collected,
         *,
@@ -110,6 +120,7 @@ class Checkpoints:
     ) -> None:
         """Write now, or copies in the background."""
         self._background.wait()
+        self._unsettled = {os.path.abspath(path)}
         group = self._host_group()
         if wait or not self.in_background:
             write(collected.parts, group)
@@ -127,9 +138,31 @@ class Checkpoints:
             path: The checkpoint; a link is removed as such.
             otherwise: Removes what is no folder of ours.
         """
-        folder = Path(path)
-        ours = "://" not in str(path) and not folder.is_symlink() and (folder / folders.FILE).exists()
-        self._background.then((lambda: folders.remove(folder)) if ours else otherwise)
+
+        def remove() -> None:
+            if "://" in str(path):
+                otherwise()
+            elif Path(path).is_symlink():
+                Path(path).unlink()
+            elif (Path(path) / folders.FILE).exists():
+                folders.remove(Path(path))
+            else:
+                otherwise()
+
+        self._unsettled.add(os.path.abspath(path))
+        self._background.then(remove)
+
+    def watch(self, trainer: Trainer) -> None:
+        """Let callbacks that look whether a path is free wait for what is still being written or removed there."""
+        for callback in trainer.checkpoint_callbacks if self.in_background else ():
+            if isinstance(callback, ModelCheckpoint):
+                vars(callback)["file_exists"] = partial(self._exists, callback)
+                self._watched.append(callback)
+
+    def _exists(self, callback: ModelCheckpoint, path: Any, trainer: Trainer) -> bool:
+        if os.path.abspath(path) in self._unsettled:
+            self._background.wait()
+        return type(callback).file_exists(callback, path, trainer)
 
     def check(self) -> None:
         """Raise the error of a save in the background that has failed."""
@@ -147,6 +180,11 @@ class Checkpoints:
             if error is None:
                 raise
             rank_zero_warn(f"A checkpoint was not saved either: {late}")
+        finally:
+            self._background.end()
+            for callback in self._watched:
+                vars(callback).pop("file_exists", None)
+            self._watched = []
 
     def _host_group(self) -> dist.ProcessGroup | None:
         """A group that a thread may use while training communicates, in host memory."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
@@ -27,6 +28,7 @@ from lightning_hybrid.strategies.assembly import Assembly
 from lightning_hybrid.strategies.resuming import ENTRY
 from lightning_hybrid.strategies.windows import kept_window
 
+KEY = "lightning_hybrid_key"  # attribute of a stand-in: the state key that it stands for
 
 def looks_at_values(trainer: Trainer) -> bool:
     """Whether a hook is given a checkpoint to look at, and may want the numbers in it."""
@@ -35,12 +37,17 @@ def looks_at_values(trainer: Trainer) -> bool:
     return own or any(type(callback).on_save_checkpoint is not Callback.on_save_checkpoint for callback in callbacks)
 
 
+class StandIn:
+    """Takes the place of a value that is no tensor."""
+
+
 def stand_ins(outline: Outline) -> dict[str, Any]:
-    """A model's state without numbers, for hooks that look at names; what they delete is not saved."""
-    return {
-        key: None if shape is None else torch.empty(shape[0], dtype=shape[1], device="meta")
-        for key, shape in outline.shapes.items()
-    }
+    """A model's state without numbers, for hooks that look at names; what they rename or delete is saved so."""
+    state: dict[str, Any] = {}
+    for key, shape in outline.shapes.items():
+        state[key] = StandIn() if shape is None else torch.empty(shape[0], dtype=shape[1], device="meta")
+        vars(state[key])[KEY] = key
+    return state
 
 
 @dataclass(frozen=True)
@@ -50,14 +57,14 @@ class Collected:
     Attributes:
         parts: This rank's of all tensors.
         rest: All else; complete on world rank 0 only.
-        keys: Keys of the model's state that are kept, in order.
-        outline: What the whole model saves.
+        keys: Names under which tensors of the model's state are saved, in order.
+        tied: First name of each whose tensor has another one before.
     """
 
     parts: Parts
     rest: dict[str, Any]
     keys: list[str]
-    outline: Outline
+    tied: dict[str, str]
 
     def filled(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """The checkpoint as stock Lightning writes it.
@@ -65,9 +72,9 @@ class Collected:
         Args:
             tensors: All of them, or what stands for them, by their names in `parts`.
         """
-        first, others = self.outline.first, self.rest["state_dict"]
-        state = others | {key: tensors[MODEL + first(key)] for key in self.keys if MODEL + first(key) in tensors}
-        ordered = dict.fromkeys([*(key for key in self.outline.shapes if key in state), *others])
+        others, first = self.rest["state_dict"], {key: MODEL + self.tied.get(key, key) for key in self.keys}
+        state = others | {key: tensors[first[key]] for key in self.keys if first[key] in tensors}
+        ordered = dict.fromkeys([*(key for key in self.keys if key in state), *others])
         full = {**self.rest, "state_dict": {key: state[key] for key in ordered}}
         if "optimizer_states" in full:
             full["optimizer_states"] = filled_optimizers(self.rest["optimizer_states"], self.rest[ENTRY], tensors)
@@ -113,13 +120,15 @@ def collect(assembly: Assembly, optimizers: Sequence[Optimizer], checkpoint: dic
     """
     engine, outline = assembly.engine, assembly.outline
     assembly.make_whole()
-    state = checkpoint["state_dict"]
-    kept = {key for key, value in state.items() if value is None or (isinstance(value, Tensor) and value.is_meta)}
-    _refuse_meta({key: value for key, value in checkpoint.items() if key != "state_dict"})
+    assembly.load_waiting()
+    kept, added = _agreed(checkpoint)
+    names: dict[str, str] = {}  # under which each tensor is saved
+    for name, key in kept.items():
+        names.setdefault(outline.first(key), name)
+    firsts = {name: names[outline.first(key)] for name, key in kept.items()}
     found, model_others = model_parts(engine, outline)
-    names = {MODEL + outline.first(key) for key in kept}
-    parts = {name: part for name, part in found.items() if name in names}
-    mine: dict[Any, Any] = {("model", key): value for key, value in model_others.items() if key in kept}
+    parts = {MODEL + names[key]: part for name, part in found.items() if (key := name.removeprefix(MODEL)) in names}
+    mine: dict[Any, Any] = {("model", name): model_others[key] for name, key in kept.items() if key in model_others}
     if "optimizer_states" in checkpoint:
         for index, optimizer in enumerate(optimizers):
             more, others = optimizer_parts(engine, optimizer, index, outline)
@@ -128,18 +137,29 @@ def collect(assembly: Assembly, optimizers: Sequence[Optimizer], checkpoint: dic
         window, numbers = kept_window(engine, assembly.runner.window)
         parts |= window
     everyone = gather_others(engine, mine)
-    added = {key: value for key, value in state.items() if key not in kept}
     rest = {**checkpoint, "state_dict": {**_others(everyone, "model"), **added}}
     if "optimizer_states" in checkpoint:
-        assert assembly.groups is not None
+        groups = assembly.groups
         rest["optimizer_states"] = [
             {"state": _others(everyone, index), "param_groups": saved_groups(optimizer, names_of, given)}
             for index, (optimizer, names_of, given) in enumerate(
-                zip(optimizers, assembly.groups.names, assembly.groups.given, strict=True)
+                zip(optimizers, groups.names, groups.given, strict=True) if groups is not None else ()
             )
         ]
         rest[ENTRY] = {**rest.get(ENTRY, {}), "window": numbers}
-    return Collected(parts, rest, [key for key in state if key in kept], outline)
+    tied = {name: first for name, first in firsts.items() if name != first}
+    return Collected(parts, rest, list(kept), tied)
+
+
+def _agreed(checkpoint: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Which state key each name of the state stands for after the hooks of rank 0, and what hooks have added."""
+    state = checkpoint["state_dict"]
+    kept = {name: vars(value)[KEY] for name, value in state.items() if KEY in getattr(value, "__dict__", ())}
+    added = {name: value for name, value in state.items() if name not in kept}
+    _refuse_meta({**checkpoint, "state_dict": added})
+    box = [kept]
+    dist.broadcast_object_list(box)  # as for a file, hooks of rank 0 may be the only ones
+    return box[0], added
 
 
 def _others(everyone: Mapping[Any, Any], kind: Any) -> dict[str, Any]:
@@ -147,10 +167,11 @@ def _others(everyone: Mapping[Any, Any], kind: Any) -> dict[str, Any]:
 
 
 def _refuse_meta(checkpoint: Mapping[str, Any]) -> None:
+    """Refuse what a hook has made of stand-ins."""
     for entry, values in checkpoint.items():
-        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves_of(values)):
+        if any(isinstance(leaf, StandIn) or (isinstance(leaf, Tensor) and leaf.is_meta) for leaf in leaves_of(values)):
             raise RuntimeError(
-                f"checkpoint[{entry!r}] holds values of checkpoint['state_dict'], which has names but no numbers while "
-                "a checkpoint is collected. Keep your own copy of the parameters in "
-                "the module."
+                f"checkpoint[{entry!r}] holds something made of values of checkpoint['state_dict'], which has names "
+                "but no numbers while a checkpoint is collected: hooks may rename and delete them. Keep your own copy "
+                "of the parameters in the module."
             )

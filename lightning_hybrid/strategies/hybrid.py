@@ -134,6 +134,7 @@ class HybridPTDPStrategy(MeasuredStrategy):
         self.setup_precision_plugin()
         self.assembly.install(trainer, self.precision_plugin)
         around_dump(trainer, self.checkpoints.dumping)
+        self.checkpoints.watch(trainer)
 
     @property
     def _is_plain(self) -> bool:
@@ -145,6 +146,7 @@ class HybridPTDPStrategy(MeasuredStrategy):
     def _group_parameters(self, trainer: Trainer, module: LightningModule) -> ParameterGroups:
         """Make the optimizers over the whole module, and note which parameters they have."""
         self.setup_optimizers(trainer)
+        self.refuse_links(trainer)
         if not self._is_plain or trainer.accumulate_grad_batches > 1:
             checks.check_module(module, self.ground.mesh.layout, self.options)
             checks.check_steps(module)

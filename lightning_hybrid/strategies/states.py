@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.optim import Optimizer
@@ -16,7 +17,7 @@ from lightning_hybrid.parallel.checkpoint import manifest as folders
 from lightning_hybrid.parallel.checkpoint.stored import StoredState, WholeTensors
 from lightning_hybrid.parallel.meta.initialising import has_meta
 from lightning_hybrid.strategies.assembly import Assembly
-from lightning_hybrid.strategies.checkpoints import READER, Checkpoints, load_folder
+from lightning_hybrid.strategies.checkpoints import READER, Checkpoints, load_folder, refuse_links
 from lightning_hybrid.strategies.clipping import Clipping
 from lightning_hybrid.strategies.collecting import collect, looks_at_values, stand_ins
 from lightning_hybrid.strategies.evaluation import Evaluation
@@ -93,6 +94,17 @@ class StatefulStrategy(ProcessStrategy):
         """Whether `Trainer.fit` runs."""
         assert self.lightning_module is not None
         return bool(self.lightning_module.trainer.state.fn == TrainerFn.FITTING)
+
+    @override
+    def _enter(self, trainer: Trainer | None) -> None:
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            self.refuse_links(trainer)
+        super()._enter(trainer)
+
+    def refuse_links(self, trainer: Trainer) -> None:
+        """Refuse links to checkpoints that are written in the background; the module may add callbacks after launch."""
+        if self.options["async_save"]:
+            refuse_links(trainer)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

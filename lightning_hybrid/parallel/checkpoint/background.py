@@ -52,6 +52,12 @@ class Background:
         for future in running:
             future.result()
 
+    def end(self) -> None:
+        """Let the thread go; the next save takes another."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
+
     def _submit(self, task: Callable[[], None]) -> None:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")

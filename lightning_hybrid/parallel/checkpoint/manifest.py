@@ -28,6 +28,7 @@ import torch
 from lightning_hybrid.functional.boxes import Box
 
 FILE, TRAINING, DATA, FORMAT = "manifest.json", "training.pt", "data-", 1
+REMOVED = "removed"  # state of a hidden name
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,9 @@ def begin(path: Path) -> Path:
         raise FileExistsError(f"{path} is a folder that is no checkpoint. Save to another path, or remove it.")
     partial = hidden(path, "partial")
     shutil.rmtree(partial, ignore_errors=True)
+    for aside in path.parent.glob(f".*.{REMOVED}"):
+        if not any(aside.iterdir()) or (aside / FILE).exists() or any(aside.glob(f"{DATA}*")):
+            shutil.rmtree(aside, ignore_errors=True)  # a removal was cut short
     numbers = [_number(child.name) for child in path.glob(f"{DATA}*")] if path.is_dir() else []
     data = partial / f"{DATA}{max(numbers, default=0) + 1}"
     data.mkdir(parents=True)
@@ -172,7 +176,7 @@ def commit(path: Path, data: Path, manifest: Manifest) -> None:
     _write(partial / FILE, manifest.to_json().encode())
     sync(data)
     sync(partial)
-    if (path / FILE).exists():
+    if (path / FILE).exists() and not path.is_symlink():
         with suppress(RuntimeError):  # of a damaged one it is not known what it names
             _clean(path, read_manifest(path).data)
         data.rename(path / data.name)
@@ -184,7 +188,7 @@ def commit(path: Path, data: Path, manifest: Manifest) -> None:
     else:
         aside = hidden(path, "replaced")
         discard(aside)
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             path.rmdir()  # an empty one
         elif path.exists() or path.is_symlink():
             path.rename(aside)
@@ -195,7 +199,7 @@ def commit(path: Path, data: Path, manifest: Manifest) -> None:
 
 def remove(path: Path) -> None:
     """Remove a checkpoint, so that it is never there in part."""
-    aside = hidden(path, "removed")
+    aside = hidden(path, REMOVED)
     discard(aside)
     path.rename(aside)
     discard(aside)

@@ -1,0 +1,61 @@
+"""A rank that is killed in the middle of a save: the job ends, the checkpoint before stands, and the run goes on."""
+
+import pytest
+from torch.utils.data import DataLoader
+
+from tests.jobs import run_job
+from tests.launch import run_trainers
+from tests.saving_jobs import BATCHES, NEW, OVER, POINTS, STEPS, go_on, struck_run
+from tests.small import Small, samples, trainer_of, weights
+from tests.test_checkpoints import same
+
+SHORT = [  # rank, point, save, pipeline, async_save
+    (1, "amid tensors", NEW, 1, False),
+    (0, "moved in", OVER, 2, False),
+    (0, "before manifest", OVER, 1, True),
+    (1, "plan", NEW, 2, True),
+]
+ALL = [
+    (rank, point, save, 1 + (number + rank + save) % 2, asynchronous)
+    for number, point in enumerate(POINTS)
+    for rank in ((0, 1) if point in ("plan", "first tensor", "amid tensors") else (0,))
+    for save in (NEW, OVER)
+    for asynchronous in (False, True)
+    if save == OVER or point not in ("moved in", "old data gone", "before the old data goes")
+]
+
+
+def check(strikes, tmp_path):
+    tasks = []
+    for number, (rank, point, save, pipeline, asynchronous) in enumerate(strikes):
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        ended = run_job(2, struck_run, folder, rank, point, save, pipeline, asynchronous)
+        assert None not in ended.codes, str(ended)
+        assert ended.codes[rank] == -9, str(ended)
+        assert ended.codes[1 - rank] not in (0, None), str(ended)
+        assert f"ank {rank} failed first: its process (" in ended.logs[1 - rank], str(ended)
+        (folder / "log-0").unlink()
+        (folder / "log-1").unlink()
+        tasks.append((folder, pipeline, asynchronous))
+    outcomes = run_trainers(2, go_on, tasks, timeout=300)
+    reference = trainer_of(max_steps=STEPS, max_epochs=-1)
+    reference.fit(Small(), DataLoader(samples(BATCHES * 4), 4))
+    for (rank, point, save, pipeline, asynchronous), (at, state, names) in zip(strikes, outcomes[0], strict=True):
+        about = f"rank {rank}, {point}, save {save}, pipeline {pipeline}, async_save {asynchronous}"
+        assert at.pop("step=2.ckpt") == 2, about
+        assert at.pop("last.ckpt") in ((2,) if save == NEW else (2, 4)), about
+        assert at.pop("step=4.ckpt", 4) == 4, about
+        assert not at, about
+        same(state, dict(weights(reference)), about)
+        assert names == ["last.ckpt", *(f"step={step}.ckpt" for step in (2, 4, 6, 8))], about
+
+
+def test_the_checkpoint_before_stands_and_the_run_goes_on(tmp_path):
+    check(SHORT, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(4))
+def test_at_every_point(tmp_path, part):
+    check(ALL[part::4], tmp_path)
