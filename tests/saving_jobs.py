@@ -18,7 +18,7 @@ from lightning_hybrid.parallel.checkpoint.reading import FolderReader
 from lightning_hybrid.parallel.failures import watch
 from tests.small import Small, hybrid, samples, trainer_of
 
-BATCHES, EVERY, STEPS = 4, 2, 8  # saves at steps 2, 4, 6 and 8, each under its own name and as last.ckpt
+BATCHES, EVERY, STEPS = 2, 2, 8  # saves at steps 2, 4, 6 and 8, each under its own name and as last.ckpt
 NEW, OVER = 3, 4  # the save of step=4.ckpt, and of last.ckpt in place of that of step 2
 POINTS = {  # where a rank is struck: an owner, one of its functions, and the call of it after the save has begun
     "begin": (folders, "begin", 1),

@@ -1,15 +1,19 @@
 """`ModelCheckpoint` writes the same files, with the same decisions on every rank, as in one process."""
 
 import os
+import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_hybrid.parallel.checkpoint import manifest as folders
+from lightning_hybrid.parallel.checkpoint.sharded import FolderReader
 from tests.launch import run_trainers
-from tests.small import Small, fit, hybrid, loader
+from tests.small import Small, fit, hybrid, loader, trainer_of
 
 VARIANTS = {
     "best two": {"monitor": "val_loss", "save_top_k": 2, "filename": "{epoch}-{val_loss:.4f}", "save_last": "link"},
@@ -27,25 +31,54 @@ class Validated(Small):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         self.log("loss", loss)
+        self.log("up", -float(self.global_step))
         return loss
 
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch))
 
 
-def checkpointed(layout, folder):
+# more names and removals than above, without links, which have to be complete at once
+FOLDERS = {
+    "one name": {"every_n_train_steps": 2, "save_top_k": -1, "filename": "{epoch}", "save_last": True},
+    "named again": {"monitor": "up", "every_n_train_steps": 1, "filename": "{epoch}", "save_top_k": 1},
+    "last by step": {"monitor": "val_loss", "filename": "{step}-{val_loss:.4f}", "save_last": True},
+    "last only": {"save_top_k": 0, "every_n_train_steps": 1, "save_last": True},
+}
+
+
+class LastByStep(ModelCheckpoint):
+    CHECKPOINT_NAME_LAST = "last-{step}"
+
+
+def slow_down(name):
+    """Let training go on before a folder is complete, or gone."""
+    function = getattr(folders, name)
+
+    def late(*args):
+        time.sleep(0.03)
+        function(*args)
+
+    setattr(folders, name, late)
+
+
+def checkpointed(layout, folder, variants=VARIANTS, options=None):
     """What each variant has decided, and what is in its folder."""
     pipeline, data, chunks = layout or (1, 1, 1)
-    found = {}
-    for name, options in VARIANTS.items():
-        callback = ModelCheckpoint(folder / name, **options)
-        strategy = hybrid(pipeline, chunks) if layout else "auto"
+    found, strategy_options = {}, options or {}
+    if "async_save" in strategy_options:
+        slow_down("commit")
+        slow_down("remove")
+    for name, options in variants.items():
+        callback = (LastByStep if name == "last by step" else ModelCheckpoint)(folder / name, **options)
+        strategy = hybrid(pipeline, chunks, **strategy_options) if layout else "auto"
         train, val = loader(16, 4, data), loader(6, 4 // data, seed=1)
         trainer = fit(Validated(), train, strategy, val, callbacks=[callback], max_epochs=3, enable_checkpointing=True)
         trainer.strategy.barrier()
         paths = [callback.best_model_path, callback.last_model_path, *callback.best_k_models]
         links = sorted(path.name for path in (folder / name).iterdir() if path.is_symlink())
         files = sorted(os.listdir(folder / name))
+        assert trainer.strategy.broadcast(files) == files  # nothing is written any more when fit is over
         found[name] = ([Path(path).name for path in paths], callback.best_model_score, files, links)
     return found
 
@@ -62,3 +95,53 @@ def test_all_ranks_decide_alike_and_as_one_process(layout, tmp_path):
     for path in (tmp_path / "many").rglob("*.ckpt"):
         assert set(torch.load(path, weights_only=False)["state_dict"]) == set(Validated().state_dict())
     assert expected["best two"][3] == ["last.ckpt"]
+
+
+def without_links(variants):
+    """The same, but last.ckpt is a checkpoint of its own."""
+    return {name: {**options, "save_last": bool(options.get("save_last"))} for name, options in variants.items()}
+
+
+@pytest.mark.parametrize("options", [{}, {"async_save": True}], ids=["waits", "async"])
+def test_folders_have_the_names_that_files_would_have(options, tmp_path):
+    """Case 28: also where names are looked up or are to be free while a checkpoint is still written or removed."""
+    variants = {**(without_links(VARIANTS) if options else VARIANTS), **FOLDERS}
+    expected = checkpointed(None, tmp_path / "one", variants)
+    options = {"state_dict_type": "sharded", **options}
+    for found in run_trainers(2, checkpointed, (1, 2, 1), tmp_path / "many", variants, options):
+        for name, (names, score, files, links) in expected.items():
+            assert found[name][0] == names, name
+            torch.testing.assert_close(found[name][1], score)
+            assert found[name][2:] == (files, links), name
+    for path in (path for path in (tmp_path / "many").rglob("*.ckpt") if path.is_dir()):
+        reader = FolderReader(path)
+        one = torch.load(tmp_path / "one" / path.relative_to(tmp_path / "many"), weights_only=False)
+        assert {"model." + key for key in one["state_dict"]} <= set(reader.names)
+        assert (reader.manifest.global_step, reader.manifest.epoch) == (one["global_step"], one["epoch"]), path
+        assert set(reader.training()) - {"lightning_hybrid"} == set(one), path
+        for key, value in one["state_dict"].items():
+            torch.testing.assert_close(reader.whole("model." + key), value, rtol=1e-9, atol=1e-12)
+
+
+def test_links_to_what_is_still_written_are_refused(tmp_path):
+    callback = ModelCheckpoint(tmp_path, save_last="link")
+    for module, callbacks in [(Validated(), [callback]), (Adds(callback), [])]:
+        trainer = trainer_of(
+            hybrid(1, microbatches=1, state_dict_type="sharded", async_save=True),
+            callbacks=callbacks,
+            enable_checkpointing=True,
+        )
+        with pytest.raises(ValueError, match=r"save_last='link'.*async_save=True.*Set save_last=True"):
+            trainer.fit(module, loader(8, 4), loader(8, 4))
+        assert trainer.global_step == 0
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class Adds(Validated):
+    def __init__(self, callback):
+        super().__init__()
+        self.added = [callback]
+
+    def configure_callbacks(self):
+        return self.added

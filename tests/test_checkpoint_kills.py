@@ -44,11 +44,13 @@ def check(strikes, tmp_path):
     for (rank, point, save, pipeline, asynchronous), (at, state, names) in zip(strikes, outcomes[0], strict=True):
         about = f"rank {rank}, {point}, save {save}, pipeline {pipeline}, async_save {asynchronous}"
         assert at.pop("step=2.ckpt") == 2, about
-        assert at.pop("last.ckpt") in ((2,) if save == NEW else (2, 4)), about
-        assert at.pop("step=4.ckpt", 4) == 4, about
+        last, named = at.pop("last.ckpt"), at.pop("step=4.ckpt", None)
+        assert last in ((2,) if save == NEW else (2, 4)), about
+        assert named in ((None, 4) if save == NEW else (4,)), about
         assert not at, about
         same(state, dict(weights(reference)), about)
-        assert names == ["last.ckpt", *(f"step={step}.ckpt" for step in (2, 4, 6, 8))], about
+        again = ["step=4-v1.ckpt"] if named is not None and last == 2 else []  # Lightning keeps the one that is there
+        assert names == ["last.ckpt", "step=2.ckpt", *again, *(f"step={step}.ckpt" for step in (4, 6, 8))], about
 
 
 def test_the_checkpoint_before_stands_and_the_run_goes_on(tmp_path):
