@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_hybrid.parallel.checkpoint import manifest as folders
-from lightning_hybrid.parallel.checkpoint.sharded import FolderReader
+from lightning_hybrid.parallel.checkpoint.reading import FolderReader
 from tests.launch import run_trainers
 from tests.small import Small, fit, hybrid, loader, trainer_of
 

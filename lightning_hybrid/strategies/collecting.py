@@ -30,6 +30,7 @@ from lightning_hybrid.strategies.windows import kept_window
 
 KEY = "lightning_hybrid_key"  # attribute of a stand-in: the state key that it stands for
 
+
 def looks_at_values(trainer: Trainer) -> bool:
     """Whether a hook is given a checkpoint to look at, and may want the numbers in it."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
