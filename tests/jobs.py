@@ -161,10 +161,11 @@ def strike(folder, rank, moment, way, pipeline=2, tensor=1):
     train(Struck(fault), pipeline, tensor, callbacks=[fault, checkpoint], max_epochs=2)
 
 
-def train(module, pipeline=2, tensor=1, **options):
+def train(module, pipeline=2, tensor=1, saving=None, **options):
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     devices = int(os.environ.get("WORLD_SIZE", 2))
-    strategy = hybrid(pipeline, tensor_parallel_size=tensor, tensor_parallel_plan={"linear": "rowwise"})
+    plan = {"linear": "rowwise"}
+    strategy = hybrid(pipeline, tensor_parallel_size=tensor, tensor_parallel_plan=plan, **saving or {})
     trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, **quiet, **options)
     data = devices // (pipeline * tensor)
     validation = share(8, data) if is_overridden("validation_step", module) else None
@@ -240,14 +241,15 @@ class FailsInside(Stopped):
             raise ArithmeticError(MESSAGE)
 
 
-def fail(folder, ranks, callbacks, inside=False, error=ArithmeticError):
+def fail(folder, ranks, callbacks, inside=False, error=ArithmeticError, saving=None):
     module = FailsInside(ranks, "") if inside else Small()
-    train(module, callbacks=[*([] if inside else [Fails(ranks, error)]), *callbacks], max_epochs=1)
+    train(module, callbacks=[*([] if inside else [Fails(ranks, error)]), *callbacks], max_epochs=1, saving=saving)
 
 
-def stop(folder, ranks, hook, callbacks, pipeline=2):
+def stop(folder, ranks, hook, callbacks, pipeline=2, saving=None):
     before = signal.getsignal(signal.SIGTERM)
     try:
-        train(Stopped(ranks, hook), pipeline, callbacks=[Note(), *callbacks], max_epochs=2, val_check_interval=2)
+        callbacks = [Note(), *callbacks]
+        train(Stopped(ranks, hook), pipeline, callbacks=callbacks, max_epochs=2, val_check_interval=2, saving=saving)
     finally:
         assert signal.getsignal(signal.SIGTERM) is before

@@ -164,9 +164,10 @@ class Checkpoints:
             self._background.wait()
         return type(callback).file_exists(callback, path, trainer)
 
-    def check(self) -> None:
-        """Raise the error of a save in the background that has failed."""
-        self._background.check()
+    @property
+    def has_failed(self) -> bool:
+        """Whether a save in the background has failed; `wait` raises its error."""
+        return self._background.has_failed
 
     def wait(self) -> None:
         """Wait until everything is written, and raise what went wrong."""

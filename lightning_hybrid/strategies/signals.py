@@ -27,10 +27,11 @@ class Signals:
 
     Attributes:
         agreed: All ranks leave after this batch.
+        save_failed: A save in the background has failed on some rank; all raise that before the next batch.
     """
 
     def __init__(self) -> None:
-        self.agreed = False
+        self.agreed = self.save_failed = False
         self._terminate = self._requeue = self._requeue_agreed = False
         self._do_requeue: Callable[..., Any] | None = None
 
@@ -46,8 +47,10 @@ class Signals:
         self._do_requeue = replace_signal_handlers(trainer, terminate, requeue)
 
     def wishes(self, trainer: Trainer) -> list[float]:
-        """What this rank asks of all: to stop training, to leave at once, to save and ask for a requeue."""
-        return [float(trainer.should_stop), float(self._terminate), float(self._requeue)]
+        """What this rank asks of all: to stop training, to leave at once, to save and requeue, to raise an error."""
+        strategy: Any = trainer.strategy
+        failed = strategy.checkpoints.has_failed
+        return [float(trainer.should_stop), float(self._terminate), float(self._requeue), float(failed)]
 
     def grant(self, trainer: Trainer, wishes: Sequence[float]) -> None:
         """Do what any rank has asked for; every rank calls it with the sums of all ranks' wishes.
@@ -55,7 +58,8 @@ class Signals:
         Raises:
             SIGTERMException: On every rank, while predicting.
         """
-        stop, terminate, requeue = wishes
+        stop, terminate, requeue, failed = wishes
+        self.save_failed |= failed > 0
         trainer.should_stop = stop > 0
         if terminate > 0 and not self.agreed:
             self.agreed = True

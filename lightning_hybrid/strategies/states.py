@@ -192,7 +192,9 @@ class StatefulStrategy(ProcessStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self.checkpoints.check()
+        if self.signals.save_failed or (self.world_size == 1 and self.checkpoints.has_failed):
+            self.signals.save_failed = False
+            self.checkpoints.wait()
         self.evaluation.loaders.positions.begin()
 
     @property

@@ -33,7 +33,7 @@ def test_signal_while_predicting_ends_it_when_all_ranks_have_agreed():
     signals.install(trainer)
     trainer.state.stage = RunningStage.PREDICTING
     trainer._signal_connector._sigterm_notifier_fn(15, None)
-    assert signals.wishes(trainer) == [0, 1, 0]
+    assert signals.wishes(trainer) == [0, 1, 0, 0]
     assert not trainer.received_sigterm  # not before all ranks have agreed
     with pytest.raises(SIGTERMException):
         signals.grant(trainer, [0.0, 1.0, 0.0])

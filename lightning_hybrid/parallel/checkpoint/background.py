@@ -39,10 +39,10 @@ class Background:
 
         self._submit(after)
 
-    def check(self) -> None:
-        """Raise the error of a save that is done."""
-        if self._running and all(future.done() for future in self._running):
-            self.wait()
+    @property
+    def has_failed(self) -> bool:
+        """Whether an error waits to be raised."""
+        return any(future.done() and future.exception() is not None for future in self._running)
 
     def wait(self) -> None:
         """Wait for the save in flight, and raise its error."""

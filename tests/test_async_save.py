@@ -1,0 +1,126 @@
+"""`async_save=True`: what is written is the state at the moment of the save, and no error is lost."""
+
+import threading
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+
+from lightning_hybrid.parallel.checkpoint.planner import PartsSavePlanner
+from lightning_hybrid.parallel.checkpoint.reading import FolderReader
+from lightning_hybrid.strategies import checkpoints
+from tests.launch import run_trainers
+from tests.saving_jobs import run, verify
+
+
+class Ahead(Callback):
+    """Lets a save begin to write only when training is a step ahead of it, or over."""
+
+    def __init__(self):
+        self.moved, self.running, self.most, self.seen = threading.Event(), 0, 0, []
+
+    @contextmanager
+    def installed(self):
+        plain, save = PartsSavePlanner.create_local_plan, checkpoints.save_sharded
+
+        def plan(planner):
+            assert self.moved.wait(60)
+            return plain(planner)
+
+        def counted(*args):
+            self.running += 1
+            self.most = max(self.most, self.running)
+            save(*args)
+            self.running -= 1
+
+        with (
+            patch.object(PartsSavePlanner, "create_local_plan", plan),
+            patch.object(checkpoints, "save_sharded", counted),
+        ):
+            yield
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.seen.append((trainer.global_step, self.running))
+        if self.seen[-1][0] % 2:
+            self.moved.set()
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        self.moved.set()  # of the one before, which this one waits for
+
+    def on_train_end(self, trainer, pl_module):
+        self.moved.set()
+
+
+def same_as_waiting(folder, pipeline):
+    """Folders of a run that waits for its saves and of one that does not, and how far the latter was ahead."""
+    run(folder / "waits", pipeline=pipeline, steps=5)
+    ahead = Ahead()
+    with ahead.installed():
+        trainer = run(folder / "ahead", pipeline=pipeline, steps=5, callbacks=[ahead], async_save=True)
+    found = sorted(path.name for path in (folder / "ahead").iterdir())  # at once: the end of training waits
+    trainer.save_checkpoint(folder / "ahead" / "end.ckpt")
+    assert verify(folder / "ahead" / "end.ckpt") == 5
+    return found, ahead.most, ahead.seen
+
+
+def failing(folder, rank, steps):
+    """Errors of a run in which a rank cannot write, and how far it got."""
+    plain, calls = PartsSavePlanner.resolve_data, []
+
+    def full(planner, item):
+        calls.append(item)
+        raise OSError(28, "No space left on device")
+
+    function = full if dist.get_rank() == rank else plain
+    with (
+        patch.object(PartsSavePlanner, "resolve_data", function),
+        pytest.raises(OSError, match="was not saved") as caught,
+    ):
+        run(folder, steps=steps, async_save=True)
+    trainer = run(folder / "again", steps=2, async_save=True)  # nothing is left of the error
+    assert calls or dist.get_rank() != rank
+    return str(caught.value), trainer.global_step, sorted(path.name for path in folder.iterdir())
+
+
+def on_ranks(folder):
+    return {
+        "pipeline": same_as_waiting(folder / "pipeline", 2),
+        "replicas": same_as_waiting(folder / "replicas", 1),
+        "next step": failing(folder / "next", 1, 8),
+        "no step": failing(folder / "none", 0, 2),
+    }
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("async")
+    return folder, run_trainers(2, on_ranks, folder, timeout=240)
+
+
+@pytest.mark.parametrize("name", ["pipeline", "replicas"])
+def test_the_state_is_that_of_the_moment_though_training_goes_on(outcomes, name):
+    folder, ranks = outcomes
+    for found, most, seen in (rank[name] for rank in ranks):
+        assert found == ["last.ckpt", "step=2.ckpt", "step=4.ckpt"]
+        assert most == 1
+        assert any(running for step, running in seen if step in (2, 4))
+    for path in (folder / name / "waits").iterdir():
+        one, other = FolderReader(path), FolderReader(folder / name / "ahead" / path.name)
+        assert set(one.names) == set(other.names)
+        assert all(torch.equal(one.whole(tensor), other.whole(tensor)) for tensor in one.names)
+        assert other.manifest.global_step == one.manifest.global_step
+        loops = [reader.training()["loops"] for reader in (one, other)]
+        assert loops[0] == loops[1]
+
+
+@pytest.mark.parametrize(("name", "rank"), [("next step", 1), ("no step", 0)])
+def test_no_error_is_lost(outcomes, name, rank):
+    _, ranks = outcomes
+    for message, step, names in (of_rank[name] for of_rank in ranks):
+        assert f"rank {rank}: OSError: [Errno 28] No space left on device" in message
+        assert "was there before still is" in message
+        assert step == 2
+        assert names == ["again"]
