@@ -31,7 +31,7 @@ def printed(capsys, *args: str) -> str:
 @pytest.mark.parametrize("args", [["--help"], []])
 def test_help_names_every_command(capsys, args):
     text = printed(capsys, *args)
-    for command in ("fit", "validate", "test", "predict", "demo", "schedule"):
+    for command in ("fit", "validate", "test", "predict", "checkpoint", "demo", "schedule"):
         assert command in text.replace("lightning-hybrid", "")
 
 
@@ -42,7 +42,7 @@ def test_callbacks_have_short_names(capsys):
     assert "depth: 2" in text
 
 
-@pytest.mark.parametrize("tool", ["demo", "schedule"])
+@pytest.mark.parametrize("tool", ["checkpoint", "demo", "schedule"])
 def test_tools_have_their_own_help(capsys, tool):
     assert printed(capsys, tool, "--help").startswith(f"usage: lightning-hybrid {tool}")
 

@@ -56,11 +56,16 @@ def make_plan(described: Sequence[Mapping[str, tuple[Spec, list[Box]]]]) -> Plan
                 if box.numel:
                     mine.setdefault(box, rank)
     for name, spec in tensors.items():
-        _check_cover(name, spec[0], owners[name])
+        check_cover(name, spec[0], owners[name])
     return Plan(tensors, owners)
 
 
-def _check_cover(name: str, shape: tuple[int, ...], owners: Mapping[Box, int]) -> None:
+def check_cover(name: str, shape: tuple[int, ...], owners: Mapping[Box, int]) -> None:
+    """Raise if boxes, each of a rank, overlap or leave something out.
+
+    Raises:
+        ValueError: Naming the tensor.
+    """
     open_boxes: list[Box] = []  # those that reach as far in the first dimension as the next one begins
     for box in sorted(owners):
         open_boxes = [other for other in open_boxes if other.ends[:1] > box.offsets[:1]]
@@ -72,7 +77,7 @@ def _check_cover(name: str, shape: tuple[int, ...], owners: Mapping[Box, int]) -
         open_boxes.append(box)
     held, total = sum(box.numel for box in owners), Box.of(shape).numel
     if held != total:
-        raise ValueError(f"All ranks together hold {held} of the {total} elements of {name}; it cannot be saved.")
+        raise ValueError(f"{held} of the {total} elements of {name} are held by some rank.")
 
 
 def _words(spec: Spec) -> str:
