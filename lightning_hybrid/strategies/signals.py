@@ -27,13 +27,15 @@ class Signals:
 
     Attributes:
         agreed: All ranks leave after this batch.
-        save_failed: A save in the background has failed on some rank; all raise that before the next batch.
+        has_error: Says whether a save in the background has failed on this rank.
+        save_failed: One has on some rank; all raise that before the next batch.
     """
 
     def __init__(self) -> None:
         self.agreed = self.save_failed = False
         self._terminate = self._requeue = self._requeue_agreed = False
         self._do_requeue: Callable[..., Any] | None = None
+        self.has_error: Callable[[], bool] = bool
 
     def install(self, trainer: Trainer) -> None:
         """Take the place of Lightning's handlers; Lightning still registers, composes and restores them."""
@@ -48,9 +50,8 @@ class Signals:
 
     def wishes(self, trainer: Trainer) -> list[float]:
         """What this rank asks of all: to stop training, to leave at once, to save and requeue, to raise an error."""
-        strategy: Any = trainer.strategy
-        failed = strategy.checkpoints.has_failed
-        return [float(trainer.should_stop), float(self._terminate), float(self._requeue), float(failed)]
+        stop, failed = trainer.should_stop, self.has_error()
+        return [float(wish) for wish in (stop, self._terminate, self._requeue, failed)]
 
     def grant(self, trainer: Trainer, wishes: Sequence[float]) -> None:
         """Do what any rank has asked for; every rank calls it with the sums of all ranks' wishes.

@@ -100,6 +100,7 @@ class StatefulStrategy(ProcessStrategy):
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self.refuse_links(trainer)
         super()._enter(trainer)
+        self.signals.has_error = lambda: self.checkpoints.has_failed
 
     def refuse_links(self, trainer: Trainer) -> None:
         """Refuse links to checkpoints that are written in the background; the module may add callbacks after launch."""

@@ -36,7 +36,7 @@ def test_signal_while_predicting_ends_it_when_all_ranks_have_agreed():
     assert signals.wishes(trainer) == [0, 1, 0, 0]
     assert not trainer.received_sigterm  # not before all ranks have agreed
     with pytest.raises(SIGTERMException):
-        signals.grant(trainer, [0.0, 1.0, 0.0])
+        signals.grant(trainer, [0.0, 1.0, 0.0, 0.0])
     assert trainer.received_sigterm
 
 
@@ -44,6 +44,6 @@ def test_signal_while_training_is_heeded_when_all_ranks_have_agreed():
     trainer, signals = trainer_of(), Signals()
     signals.install(trainer)
     trainer.state.stage = RunningStage.TRAINING
-    signals.grant(trainer, [0.0, 1.0, 0.0])
+    signals.grant(trainer, [0.0, 1.0, 0.0, 0.0])
     assert trainer.received_sigterm
     assert not trainer.should_stop
