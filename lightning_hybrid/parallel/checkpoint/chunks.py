@@ -17,7 +17,7 @@ from lightning_hybrid.parallel.checkpoint.stream_plan import check_cover
 
 
 def read_in_parts(folder: Path, name: str, entry: Entry) -> Iterator[tuple[Box, Tensor]]:
-    """All of a tensor, as boxes of it with their elements; at most 16 MiB at once.
+    """All of a tensor, as boxes of it with their elements, in 16 MiB of memory that is used again for the next.
 
     Args:
         folder: The data folder.
@@ -43,9 +43,10 @@ def read_in_parts(folder: Path, name: str, entry: Entry) -> Iterator[tuple[Box, 
 
 def _parts(path: Path, chunk: Chunk, dtype: torch.dtype) -> Iterator[tuple[Box, Tensor]]:
     crc32, offset = 0, chunk.offset
+    buffer = torch.empty(min(BLOCK, chunk.box.numel * dtype.itemsize), dtype=torch.uint8)
     with path.open("rb", buffering=0) as file:
         for box in chunk.box.cut(BLOCK // dtype.itemsize):
-            data = torch.empty(box.sizes, dtype=dtype)
+            data = buffer[: box.numel * dtype.itemsize].view(dtype).view(box.sizes)
             read_into(file, offset, data)
             crc32, offset = zlib.crc32(memory_of(data), crc32), offset + data.nbytes
             yield box, data
