@@ -123,6 +123,7 @@ def parts(folder):
 
 
 @pytest.mark.filterwarnings("ignore:.*BatchNorm")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_folders_hold_what_files_hold_and_compiled_blocks_have_the_names_of_plain_ones(tmp_path):
     states = run_trainers(2, parts, tmp_path, timeout=200)[0]
     expected = dict(weights(fit(Parts(), loader(8, 4), max_epochs=2)))

@@ -156,8 +156,8 @@ def begin(path: Path) -> Path:
     partial = hidden(path, "partial")
     shutil.rmtree(partial, ignore_errors=True)
     for aside in path.parent.glob(f".*.{REMOVED}"):
-        if not any(aside.iterdir()) or (aside / FILE).exists() or any(aside.glob(f"{DATA}*")):
-            shutil.rmtree(aside, ignore_errors=True)  # a removal was cut short
+        if aside.is_dir() and _is_rest(aside):
+            shutil.rmtree(aside, ignore_errors=True)
     numbers = [_number(child.name) for child in path.glob(f"{DATA}*")] if path.is_dir() else []
     data = partial / f"{DATA}{max(numbers, default=0) + 1}"
     data.mkdir(parents=True)
@@ -238,6 +238,12 @@ def _write(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _is_rest(folder: Path) -> bool:
+    """Whether a folder is what a removal has left that was cut short."""
+    children = [child.name for child in folder.iterdir()]
+    return all(name == FILE or name.startswith(DATA) for name in children)
 
 
 def _clean(path: Path, kept: str) -> None:
