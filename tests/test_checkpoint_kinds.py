@@ -8,12 +8,14 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch.testing import assert_close
 
+from lightning_hybrid.precision import FP16MasterWeights, MasterWeights
 from tests.launch import run_trainers
 from tests.meta_models import Tied, word_loader
 from tests.small import Small, fit, hybrid, loader, trainer_of, weights
 from tests.test_checkpoint_life import SHARDED, wholes
 
 ASYNC = {**SHARDED, "async_save": True}
+MASTERS = {"bf16": MasterWeights, "fp16": partial(FP16MasterWeights, init_scale=64.0, growth_interval=3)}
 
 
 class Saves(Callback):
@@ -30,7 +32,7 @@ class Saves(Callback):
             trainer.save_checkpoint(self.folder / "epoch.ckpt")
 
 
-def twice(module, batches, folder, precision="64-true", **options):
+def twice(module, batches, folder, plugins=(), **options):
     """States of two epochs without a stop, and of a run that goes on after the first."""
     states = []
     for resume in (None, folder / "epoch.ckpt"):
@@ -39,7 +41,7 @@ def twice(module, batches, folder, precision="64-true", **options):
             hybrid(**options),
             max_epochs=2,
             callbacks=[callback],
-            precision=precision,
+            plugins=[make() for make in plugins],
             use_distributed_sampler=False,
         )
         trainer.fit(module(), *batches(), ckpt_path=resume)
@@ -63,7 +65,6 @@ class AdamW(Small):
 
 def alone(folder):
     """One process: Lightning's own path, and micro-batches."""
-    batches = lambda: loader(16, 4)  # noqa: E731
     return [twice(AdamW, batches, folder / f"{number}", pipeline=1, microbatches=number, **ASYNC) for number in (1, 2)]
 
 
@@ -95,9 +96,9 @@ def others(folder):
         data = 2 // options["pipeline"]
         words, numbers = partial(word_batches, data), partial(batches, data)
         found[f"meta {number}"] = twice(Tied, words, folder / f"meta {number}", **options, **SHARDED)
-        for precision in ("bf16-mixed", "16-mixed"):
-            name = f"masters {precision} {number}"
-            found[name] = twice(Single, numbers, folder / name, precision, **options, **ASYNC)
+        for kind, plugin in MASTERS.items():
+            name = f"masters {kind} {number}"
+            found[name] = twice(Single, numbers, folder / name, [plugin], **options, **ASYNC)
     return found
 
 
