@@ -6,16 +6,19 @@ import signal
 import time
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hybrid.parallel.checkpoint import manifest as folders
-from lightning_hybrid.parallel.checkpoint import sharded
+from lightning_hybrid.parallel.checkpoint import sharded, stream
+from lightning_hybrid.parallel.checkpoint.hollow import Hollow
 from lightning_hybrid.parallel.checkpoint.manifest import read_manifest
 from lightning_hybrid.parallel.checkpoint.planner import PartsSavePlanner
 from lightning_hybrid.parallel.checkpoint.reading import FolderReader
 from lightning_hybrid.parallel.failures import watch
+from lightning_hybrid.strategies import checkpoints
 from tests.small import Small, hybrid, samples, trainer_of
 
 BATCHES, EVERY, STEPS = 2, 2, 8  # saves at steps 2, 4, 6 and 8, each under its own name and as last.ckpt
@@ -32,7 +35,11 @@ POINTS = {  # where a rank is struck: an owner, one of its functions, and the ca
     "moved in": (folders, "sync", 3),
     "old data gone": (Path, "rmdir", 1),
     "before the old data goes": (shutil, "rmtree", 2),
+    "tensors sent": (stream, "_deliver", 1),
+    "amid the file": (Hollow, "fill", 5),
+    "file not closed": (Hollow, "close", 1),
 }
+FILES = list(POINTS)[-3:]  # points of files; all others are of folders
 
 
 class Strike:
@@ -48,7 +55,8 @@ class Strike:
         self.save, self.saves, self.calls = save, 0, 0
 
     def install(self):
-        self.before(sharded, "save_sharded", self.count)
+        self.before(checkpoints, "save_sharded", self.count)
+        self.before(checkpoints, "stream_parts", self.count)
         self.before(self.owner, self.name, self.strike)
 
     def before(self, owner, name, action):
@@ -70,12 +78,12 @@ class Strike:
 
 
 def run(folder, resume=None, pipeline=2, steps=STEPS, module=Small, callbacks=(), **options):
-    """Train with a checkpoint every second step, and the last one besides."""
+    """Train with a checkpoint every second step, and the last one besides; folders unless the options say files."""
     checkpoint = ModelCheckpoint(folder, "{step}", every_n_train_steps=EVERY, save_top_k=-1, save_last=True)
     size = int(os.environ.get("WORLD_SIZE", 1))
     data, rank = size // pipeline, int(os.environ.get("RANK", 0))
     share = DistributedSampler(samples(BATCHES * 4), data, rank % data, shuffle=False)
-    strategy = hybrid(pipeline, state_dict_type="sharded", **options)
+    strategy = hybrid(pipeline, **{"state_dict_type": "sharded", **options})
     trainer = trainer_of(
         strategy, max_steps=steps, max_epochs=-1, callbacks=[checkpoint, *callbacks], enable_checkpointing=True,
         devices=size,
@@ -84,20 +92,18 @@ def run(folder, resume=None, pipeline=2, steps=STEPS, module=Small, callbacks=()
     return trainer
 
 
-def struck_run(folder, rank, point, save, pipeline, asynchronous):
+def struck_run(folder, rank, point, save, pipeline, options):
     watch.GRACE = 1.0
-    from lightning_hybrid.strategies import checkpoints
-
     if int(os.environ["RANK"]) == rank:
-        strike = Strike(point, save)
-        strike.install()
-        checkpoints.save_sharded = sharded.save_sharded
-    run(folder, pipeline=pipeline, async_save=asynchronous)
+        Strike(point, save).install()
+    run(folder, pipeline=pipeline, **options)
     time.sleep(5)  # the others learn of it in the meantime
 
 
 def verify(path):
-    """Read every tensor of a folder; the steps it was saved at."""
+    """Read everything in a checkpoint; the steps it was saved at."""
+    if path.is_file():
+        return torch.load(path, weights_only=True)["global_step"]
     reader = FolderReader(path)
     for name in reader.names:
         reader.whole(name)
@@ -108,9 +114,9 @@ def verify(path):
 def go_on(folders_and_layouts):
     """Resume from the last checkpoint of each folder."""
     found = []
-    for folder, pipeline, asynchronous in folders_and_layouts:
+    for folder, pipeline, options in folders_and_layouts:
         at = {path.name: verify(path) for path in folder.glob("*.ckpt")}
         dist.barrier()
-        trainer = run(folder, "last", pipeline, async_save=asynchronous)
+        trainer = run(folder, "last", pipeline, **options)
         found.append((at, dict(trainer.strategy.lightning_module_state_dict()), sorted(os.listdir(folder))))
     return found

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
+from lightning_hybrid.parallel.checkpoint.hollow import Hollow
 from lightning_hybrid.parallel.checkpoint.planner import PartsSavePlanner
 from lightning_hybrid.parallel.checkpoint.reading import FolderReader
 from lightning_hybrid.strategies import checkpoints
@@ -85,12 +86,43 @@ def failing(folder, rank, steps):
     return str(caught.value), trainer.global_step, sorted(path.name for path in folder.iterdir())
 
 
+class Requeued(Callback):
+    """Saves under the name that Lightning gives before it asks SLURM for a requeue, which ends the job."""
+
+    def __init__(self, folder):
+        self.path, self.at = folder / "hpc_ckpt_1.ckpt", None
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if self.at is None:
+            trainer.save_checkpoint(self.path)
+            self.at = verify(self.path)
+
+
+def requeued(folder):
+    requeue = Requeued(folder)
+    run(folder, steps=2, callbacks=[requeue], async_save=True)
+    return requeue.at
+
+
+def full_files(folder):
+    """What is said on each rank where rank 0 cannot write its file, and the names that are left."""
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with patch.object(Hollow, "fill", full), pytest.raises(OSError, match="No space left") as caught:
+        run(folder, steps=8, async_save=True, state_dict_type="full")
+    return str(caught.value), sorted(path.name for path in folder.iterdir())
+
+
 def on_ranks(folder):
     return {
         "pipeline": same_as_waiting(folder / "pipeline", 2),
         "replicas": same_as_waiting(folder / "replicas", 1),
         "next step": failing(folder / "next", 1, 8),
         "no step": failing(folder / "none", 0, 2),
+        "requeue": requeued(folder / "requeue"),
+        "files": full_files(folder / "full"),
     }
 
 
@@ -124,3 +156,14 @@ def test_no_error_is_lost(outcomes, name, rank):
         assert "was there before still is" in message
         assert step == 2
         assert names == ["again"]
+
+
+def test_no_error_of_a_file_is_lost(outcomes):
+    _, ranks = outcomes
+    for message, names in (of_rank["files"] for of_rank in ranks):
+        assert "No space left on device" in message
+        assert names == []
+
+
+def test_a_save_is_complete_before_slurm_is_asked_for_a_requeue(outcomes):
+    assert [of_rank["requeue"] for of_rank in outcomes[1]] == [1, 1]

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_hybrid.parallel.checkpoint import manifest as folders
+from lightning_hybrid.parallel.checkpoint.hollow import Hollow
 from lightning_hybrid.parallel.checkpoint.reading import FolderReader
 from tests.launch import run_trainers
 from tests.small import Small, fit, hybrid, loader, trainer_of
@@ -51,15 +52,15 @@ class LastByStep(ModelCheckpoint):
     CHECKPOINT_NAME_LAST = "last-{step}"
 
 
-def slow_down(name):
-    """Let training go on before a folder is complete, or gone."""
-    function = getattr(folders, name)
+def slow_down(owner, name):
+    """Let training go on before a folder or a file is complete, or gone."""
+    function = getattr(owner, name)
 
     def late(*args):
         time.sleep(0.03)
         function(*args)
 
-    setattr(folders, name, late)
+    setattr(owner, name, late)
 
 
 def checkpointed(layout, folder, variants=VARIANTS, options=None):
@@ -67,8 +68,9 @@ def checkpointed(layout, folder, variants=VARIANTS, options=None):
     pipeline, data, chunks = layout or (1, 1, 1)
     found, strategy_options = {}, options or {}
     if "async_save" in strategy_options:
-        slow_down("commit")
-        slow_down("remove")
+        slow_down(folders, "commit")
+        slow_down(folders, "remove")
+        slow_down(Hollow, "close")
     for name, options in variants.items():
         callback = (LastByStep if name == "last by step" else ModelCheckpoint)(folder / name, **options)
         strategy = hybrid(pipeline, chunks, **strategy_options) if layout else "auto"
@@ -102,12 +104,19 @@ def without_links(variants):
     return {name: {**options, "save_last": bool(options.get("save_last"))} for name, options in variants.items()}
 
 
-@pytest.mark.parametrize("options", [{}, {"async_save": True}], ids=["waits", "async"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"state_dict_type": "sharded"},
+        {"state_dict_type": "sharded", "async_save": True},
+        pytest.param({"async_save": True}, marks=pytest.mark.full),
+    ],
+    ids=["waits", "async", "files"],
+)
 def test_folders_have_the_names_that_files_would_have(options, tmp_path):
     """Case 28: also where names are looked up or are to be free while a checkpoint is still written or removed."""
-    variants = {**(without_links(VARIANTS) if options else VARIANTS), **FOLDERS}
+    variants = {**(without_links(VARIANTS) if "async_save" in options else VARIANTS), **FOLDERS}
     expected = checkpointed(None, tmp_path / "one", variants)
-    options = {"state_dict_type": "sharded", **options}
     for found in run_trainers(2, checkpointed, (1, 2, 1), tmp_path / "many", variants, options):
         for name, (names, score, files, links) in expected.items():
             assert found[name][0] == names, name

@@ -1,11 +1,11 @@
-"""A rank that is killed in the middle of a save: the job ends, the checkpoint before stands, and the run goes on."""
+"""A rank is killed in the middle of a save: the job ends, the checkpoint before stands, and the run goes on."""
 
 import pytest
 from torch.utils.data import DataLoader
 
 from tests.jobs import run_job
 from tests.launch import run_trainers
-from tests.saving_jobs import BATCHES, NEW, OVER, POINTS, STEPS, go_on, struck_run
+from tests.saving_jobs import BATCHES, FILES, NEW, OVER, POINTS, STEPS, go_on, struck_run
 from tests.small import Small, samples, trainer_of, weights
 from tests.test_checkpoints import same
 
@@ -14,11 +14,14 @@ SHORT = [  # rank, point, save, pipeline, async_save
     (0, "moved in", OVER, 2, False),
     (0, "before manifest", OVER, 1, True),
     (1, "plan", NEW, 2, True),
+    (0, "amid the file", OVER, 2, True),
+    (1, "tensors sent", NEW, 1, False),
 ]
+RANKS = {**dict.fromkeys(("plan", "first tensor", "amid tensors"), (0, 1)), "tensors sent": (1,)}
 ALL = [
     (rank, point, save, 1 + (number + rank + save) % 2, asynchronous)
     for number, point in enumerate(POINTS)
-    for rank in ((0, 1) if point in ("plan", "first tensor", "amid tensors") else (0,))
+    for rank in RANKS.get(point, (0,))
     for save in (NEW, OVER)
     for asynchronous in (False, True)
     if save == OVER or point not in ("moved in", "old data gone", "before the old data goes")
@@ -30,14 +33,15 @@ def check(strikes, tmp_path):
     for number, (rank, point, save, pipeline, asynchronous) in enumerate(strikes):
         folder = tmp_path / f"{number}"
         folder.mkdir()
-        ended = run_job(2, struck_run, folder, rank, point, save, pipeline, asynchronous)
+        kind = {"async_save": asynchronous, "state_dict_type": "full" if point in FILES else "sharded"}
+        ended = run_job(2, struck_run, folder, rank, point, save, pipeline, kind)
         assert None not in ended.codes, str(ended)
         assert ended.codes[rank] == -9, str(ended)
         assert ended.codes[1 - rank] not in (0, None), str(ended)
         assert f"ank {rank} failed first: its process (" in ended.logs[1 - rank], str(ended)
         (folder / "log-0").unlink()
         (folder / "log-1").unlink()
-        tasks.append((folder, pipeline, asynchronous))
+        tasks.append((folder, pipeline, kind))
     outcomes = run_trainers(2, go_on, tasks, timeout=300)
     reference = trainer_of(max_steps=STEPS, max_epochs=-1)
     reference.fit(Small(), DataLoader(samples(BATCHES * 4), 4))

@@ -11,6 +11,8 @@ import torch
 from lightning.pytorch.plugins import TorchCheckpointIO
 from typing_extensions import override
 
+from lightning_hybrid.parallel.checkpoint.manifest import hidden
+
 
 class WholeFiles(TorchCheckpointIO):
     """Writes beside the target and renames it.
@@ -25,7 +27,7 @@ class WholeFiles(TorchCheckpointIO):
             return super().save_checkpoint(checkpoint, path, storage_options)
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.partial")
+        partial = hidden(target, "partial")
         try:
             with partial.open("wb") as file:
                 torch.save(checkpoint, file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -129,7 +130,7 @@ class StatefulStrategy(ProcessStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         collected = collect(self.assembly, self.optimizers, checkpoint)
-        is_local, wait = storage_options is None and "://" not in str(filepath), not self._is_running
+        is_local, wait = storage_options is None and "://" not in str(filepath), self._waits_for(filepath)
         if self._writes_folders:
             if storage_options is not None:
                 raise ValueError(
@@ -215,9 +216,9 @@ class StatefulStrategy(ProcessStrategy):
     def _writes_folders(self) -> bool:
         return bool(self.options["state_dict_type"] == "sharded")
 
-    @property
-    def _is_running(self) -> bool:
-        """Whether something follows that waits for a save."""
+    def _waits_for(self, path: Any) -> bool:
+        """Whether a save must be complete when it returns: training does not go on, or SLURM ends the job next."""
         assert self.lightning_module is not None
         state = self.lightning_module.trainer.state
-        return self.is_fitting and bool(state.status == TrainerStatus.RUNNING)
+        goes_on = self.is_fitting and state.status == TrainerStatus.RUNNING
+        return not goes_on or os.path.basename(str(path)).startswith("hpc_ckpt_")

@@ -214,8 +214,8 @@ def discard(path: Path) -> None:
 
 
 def hidden(path: Path, state: str) -> Path:
-    """A name beside `path` that nobody takes for a checkpoint."""
-    return path.with_name(f".{path.name}.{state}")
+    """A name beside `path` that nobody takes for a checkpoint: Lightning looks for "hpc_ckpt_" anywhere in names."""
+    return path.with_name(f".{path.name.replace('hpc_ckpt_', 'hpc-ckpt-')}.{state}")
 
 
 def checksum(path: Path) -> tuple[int, int]:

@@ -48,3 +48,8 @@ def test_the_next_save_ends_removals_that_were_cut_short_and_touches_nothing_els
     (tmp_path / ".file.removed").write_text("the user's")
     write(tmp_path / "a.ckpt", "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".file.removed", ".mine.removed", "a.ckpt"]
+
+
+def test_lightning_does_not_count_what_is_unfinished(tmp_path):
+    """It takes the greatest number behind "hpc_ckpt_", wherever that stands in a name, as the one to go on from."""
+    assert "hpc_ckpt_" not in folders.hidden(tmp_path / "hpc_ckpt_3.ckpt", "partial").name
