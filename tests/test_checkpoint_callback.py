@@ -85,7 +85,7 @@ def checkpointed(layout, folder, variants=VARIANTS, options=None):
     return found
 
 
-@pytest.mark.parametrize("layout", [(2, 1, 1), (2, 2, 1)], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param((2, 1, 1), marks=pytest.mark.full), (2, 2, 1)], ids=str)
 def test_all_ranks_decide_alike_and_as_one_process(layout, tmp_path):
     """Case 28."""
     expected = checkpointed(None, tmp_path / "one")

@@ -75,6 +75,7 @@ def all_layouts(layout, folder, first):
     return [run(layout, folder, 4, None, resume) for resume in (f"of-{layout}", f"of-{first}", "stock")]
 
 
+@pytest.mark.full  # tests/test_checkpoints.py has such pairs
 def test_any_layout_goes_on_from_any_other(whole):
     folder, seen, expected = whole
     first = MORE[1]

@@ -68,6 +68,7 @@ def same(found, expected, about):
     assert_close(dict(found), wanted, rtol=1e-9, atol=1e-12, msg=lambda message: f"{about}: {message}")
 
 
+@pytest.mark.full  # tests/test_checkpoints.py has such pairs
 @pytest.mark.filterwarnings("ignore:.*It has no rule for parts")
 def test_any_stage_goes_on_from_any_other(tmp_path):
     middle, _ = train(None, tmp_path, 1, name="stock")

@@ -32,7 +32,7 @@ def save_both(folder):
     """Train under two layouts for an epoch; save folders, and one file of the same state."""
     warnings.filterwarnings("ignore", ".*It has no rule for parts")  # what the plan does to numbers is no matter here
     for name, layout in (("stages", LAYOUT), ("columns", SPLIT)):
-        trainer, _ = train(layout, "adamw", 1)
+        trainer, _ = train(layout, "adamw", epochs=1)
         trainer.save_checkpoint(folder / f"{name}.ckpt")
         trainer.strategy.options = {**trainer.strategy.options, "state_dict_type": "full"}
         trainer.save_checkpoint(folder / f"{name}-full.ckpt")
@@ -86,8 +86,8 @@ def test_exported_file_is_the_full_checkpoint(saved, tmp_path, name, capsys):
 def test_a_stock_strategy_goes_on_from_an_exported_file(saved, tmp_path):
     """As if one process had trained all along."""
     run("export", saved / "stages.ckpt", tmp_path / "out.ckpt")
-    trainer, losses = train(None, "adamw", 2, tmp_path / "out.ckpt")
-    expected, all_losses = train(None, "adamw", 2)
+    trainer, losses = train(None, "adamw", tmp_path / "out.ckpt")
+    expected, all_losses = train(None, "adamw")
     assert_close(losses, all_losses[BATCHES:], rtol=1e-9, atol=1e-12)
     assert_close(trainer.model.state_dict(), expected.model.state_dict(), rtol=1e-9, atol=1e-12)
     assert_close(trainer.optimizers[0].state_dict(), expected.optimizers[0].state_dict(), rtol=1e-9, atol=1e-12)
