@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.plugins import TorchCheckpointIO
 from typing_extensions import override
 
-from lightning_hybrid.parallel.checkpoint.manifest import hidden
+from lightning_hybrid.parallel.checkpoint.manifest import hidden, put_file
 
 
 class WholeFiles(TorchCheckpointIO):
@@ -33,7 +33,7 @@ class WholeFiles(TorchCheckpointIO):
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
-            partial.replace(target)
+            put_file(partial, target)
         finally:
             partial.unlink(missing_ok=True)
         return None

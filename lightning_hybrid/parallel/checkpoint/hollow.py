@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from lightning_hybrid.functional.boxes import Box
-from lightning_hybrid.parallel.checkpoint.manifest import hidden, sync
+from lightning_hybrid.parallel.checkpoint.manifest import hidden, put_file, sync
 
 BLOCK = 2**24  # bytes that are read or written at once
 
@@ -103,7 +103,7 @@ class Hollow:
             self.file.flush()
             os.fsync(self.file.fileno())
             self.file.close()
-            self._partial.replace(self.path)
+            put_file(self._partial, self.path)
         except BaseException:
             self.discard()
             raise

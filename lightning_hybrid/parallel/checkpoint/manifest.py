@@ -205,6 +205,16 @@ def remove(path: Path) -> None:
     discard(aside)
 
 
+def put_file(partial: Path, path: Path) -> None:
+    """Give a complete file its name, also in place of a checkpoint's folder."""
+    aside = hidden(path, REMOVED)
+    if (path / FILE).exists() and not path.is_symlink():
+        discard(aside)
+        path.rename(aside)
+    partial.replace(path)
+    discard(aside)
+
+
 def discard(path: Path) -> None:
     """Remove a file or a folder, if there is one."""
     if path.is_dir() and not path.is_symlink():

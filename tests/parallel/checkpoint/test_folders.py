@@ -3,7 +3,9 @@
 import pytest
 
 from lightning_hybrid.parallel.checkpoint import manifest as folders
+from lightning_hybrid.parallel.checkpoint.hollow import Hollow
 from lightning_hybrid.parallel.checkpoint.manifest import FILE, Manifest, read_manifest
+from lightning_hybrid.strategies.files import WholeFiles
 from tests.parallel.checkpoint.test_sharded import write
 
 
@@ -36,6 +38,24 @@ def test_a_file_is_replaced(tmp_path):
     write(tmp_path / "a.ckpt", "new")
     assert content(tmp_path / "a.ckpt") == "new"
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_file_takes_the_place_of_a_folder_or_a_link_to_one(tmp_path):
+    for name, save in [("a.ckpt", lambda path: WholeFiles().save_checkpoint({"a": 1}, path)), ("b.ckpt", hollow)]:
+        write(tmp_path / name, "old")
+        save(tmp_path / name)
+        assert (tmp_path / name).is_file()
+    write(tmp_path / "best.ckpt", "best")
+    (tmp_path / "last.ckpt").symlink_to("best.ckpt")
+    hollow(tmp_path / "last.ckpt")
+    assert not (tmp_path / "last.ckpt").is_symlink()
+    assert content(tmp_path / "best.ckpt") == "best"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ckpt", "b.ckpt", "best.ckpt", "last.ckpt"]
+
+
+def hollow(path):
+    with Hollow(path):
+        pass
 
 
 def test_the_next_save_ends_removals_that_were_cut_short_and_touches_nothing_else(tmp_path):
