@@ -28,6 +28,8 @@ from lightning_hybrid.parallel.checkpoint.stored import StoredOptimizer, StoredS
 from lightning_hybrid.parallel.checkpoint.stream import stream_parts, to_checkpoint, to_memory
 from lightning_hybrid.strategies.assembly import STORED, Assembly
 from lightning_hybrid.strategies.collecting import Collected
+from lightning_hybrid.strategies.resuming import ENTRY
+from lightning_hybrid.strategies.windows import kept_window
 
 READER = "lightning_hybrid_reader"  # entry of a checkpoint that was loaded from a folder: reads its tensors
 
@@ -104,10 +106,22 @@ class Checkpoints:
 
     def in_memory(self, collected: Collected) -> dict[str, Any]:
         """The whole checkpoint in the memory of world rank 0; every rank calls it."""
+        found = self._gathered(collected.parts)
+        return collected.filled(found) if dist.get_rank() == 0 else {}
+
+    def add_window(self, assembly: Assembly, checkpoint: dict[str, Any]) -> None:
+        """Complete a checkpoint of whole tensors by the window that it is saved in; every rank calls it."""
+        parts, numbers = kept_window(assembly.engine, assembly.runner.window)
+        if numbers:
+            entry = checkpoint.get(ENTRY, {})
+            checkpoint[ENTRY] = {**entry, "window": numbers, "gradients": self._gathered(parts)}
+
+    def _gathered(self, parts: Parts) -> dict[str, Tensor]:
+        """All ranks' parts in the memory of world rank 0."""
         self._background.wait()
         found: dict[str, Tensor] = {}
-        stream_parts(collected.parts, self._host_group(), to_memory(found))
-        return collected.filled(found) if dist.get_rank() == 0 else {}
+        stream_parts(parts, self._host_group(), to_memory(found))
+        return found
 
     def _run(
         self,

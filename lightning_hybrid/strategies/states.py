@@ -126,6 +126,8 @@ class StatefulStrategy(ProcessStrategy):
         data = self.evaluation.loaders.training_state(self.lightning_module.trainer)
         self.assembly.add_training_state(checkpoint, data)
         if not self._streams:
+            if "optimizer_states" in checkpoint:
+                self.checkpoints.add_window(self.assembly, checkpoint)
             self.checkpoints.wait()
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return

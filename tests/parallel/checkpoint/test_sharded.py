@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint import FileSystemReader
+from torch.testing import assert_close
 
 from lightning_hybrid.functional.boxes import Box, boxes_of_shard
 from lightning_hybrid.functional.splits import Split
@@ -109,6 +112,14 @@ def test_any_box_is_read_back_bit_for_bit(saved):
     assert torch.equal(piece.data, box.view(expected["model.fused"]))
     assert reader.training() == {"loops": {"epoch": 5}}
     assert (reader.manifest.layout, reader.manifest.global_step) == (ABOUT.layout, 7)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_reads_the_folder_too(saved):
+    expected = {name: tensor for name, tensor in wholes().items() if tensor.numel()}
+    found = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    dcp.load(found, storage_reader=FileSystemReader(saved[0] / "data-2"), no_dist=True)
+    assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_each_box_is_written_once_and_by_several_ranks(saved):
