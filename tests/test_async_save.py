@@ -55,12 +55,26 @@ class Ahead(Callback):
         self.moved.set()
 
 
+class Changing(Callback):
+    """Gives what it goes on changing as its state."""
+
+    def __init__(self):
+        self.state = {"batches": [], "sum": torch.zeros(1)}
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.state["batches"].append(batch_idx)
+        self.state["sum"] += 1
+
+    def state_dict(self):
+        return self.state
+
+
 def same_as_waiting(folder, pipeline):
     """Folders of a run that waits for its saves and of one that does not, and how far the latter was ahead."""
-    run(folder / "waits", pipeline=pipeline, steps=5)
+    run(folder / "waits", pipeline=pipeline, steps=5, callbacks=[Changing()])
     ahead = Ahead()
     with ahead.installed():
-        trainer = run(folder / "ahead", pipeline=pipeline, steps=5, callbacks=[ahead], async_save=True)
+        trainer = run(folder / "ahead", pipeline=pipeline, steps=5, callbacks=[ahead, Changing()], async_save=True)
     found = sorted(path.name for path in (folder / "ahead").iterdir())  # at once: the end of training waits
     trainer.save_checkpoint(folder / "ahead" / "end.ckpt")
     assert verify(folder / "ahead" / "end.ckpt") == 5
@@ -146,6 +160,9 @@ def test_the_state_is_that_of_the_moment_though_training_goes_on(outcomes, name)
         assert other.manifest.global_step == one.manifest.global_step
         loops = [reader.training()["loops"] for reader in (one, other)]
         assert loops[0] == loops[1]
+        states = [reader.training()["callbacks"]["Changing"] for reader in (one, other)]
+        assert states[0] == states[1]
+        assert len(states[0]["batches"]) == states[0]["sum"] == one.manifest.global_step
 
 
 @pytest.mark.parametrize(("name", "rank"), [("next step", 1), ("no step", 0)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,9 +19,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_hybrid.parallel.checkpoint import manifest as folders
-from lightning_hybrid.parallel.checkpoint.background import Background, HostCopies
+from lightning_hybrid.parallel.checkpoint.background import Background, HostCopies, copy_of_objects
 from lightning_hybrid.parallel.checkpoint.manifest import Manifest
-from lightning_hybrid.parallel.checkpoint.parts import Parts
 from lightning_hybrid.parallel.checkpoint.reading import FolderReader
 from lightning_hybrid.parallel.checkpoint.sharded import save_sharded
 from lightning_hybrid.parallel.checkpoint.states import MODEL
@@ -87,8 +87,8 @@ class Checkpoints:
             tied={MODEL + name: MODEL + first for name, first in collected.tied.items()},
         )
 
-        def write(parts: Parts, group: dist.ProcessGroup | None) -> None:
-            save_sharded(path, parts, rest, about, group)
+        def write(saved: Collected, group: dist.ProcessGroup | None) -> None:
+            save_sharded(path, saved.parts, saved.rest, about, group)
 
         self._run(write, path, assembly, collected, wait=wait)
 
@@ -101,8 +101,11 @@ class Checkpoints:
             path: The file.
             wait: Return when it is complete.
         """
-        target = to_checkpoint(path, collected.filled)
-        self._run(lambda parts, group: stream_parts(parts, group, target), path, assembly, collected, wait=wait)
+
+        def write(saved: Collected, group: dist.ProcessGroup | None) -> None:
+            stream_parts(saved.parts, group, to_checkpoint(path, saved.filled))
+
+        self._run(write, path, assembly, collected, wait=wait)
 
     def in_memory(self, collected: Collected) -> dict[str, Any]:
         """The whole checkpoint in the memory of world rank 0; every rank calls it."""
@@ -125,7 +128,7 @@ class Checkpoints:
 
     def _run(
         self,
-        write: Callable[[Parts, dist.ProcessGroup | None], None],
+        write: Callable[[Collected, dist.ProcessGroup | None], None],
         path: Any,
         assembly: Assembly,
         collected: Collected,
@@ -137,9 +140,10 @@ class Checkpoints:
         self._unsettled = {os.path.abspath(path)}
         group = self._host_group()
         if wait or not self.in_background:
-            write(collected.parts, group)
+            write(collected, group)
             return
-        copies = self._copies.take(collected.parts)
+        rest = collected.rest if dist.get_rank() > 0 else copy_of_objects(collected.rest)
+        copies = replace(collected, parts=self._copies.take(collected.parts), rest=rest)
         device = assembly.engine.mesh.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from io import BytesIO
+from typing import TypeVar
 
 import torch
 
 from lightning_hybrid.parallel.checkpoint.parts import Part, Parts, Piece
+
+T = TypeVar("T")
 
 
 class Background:
@@ -87,6 +92,20 @@ class HostCopies:
             copied[name] = Part(part.shape, part.dtype, pieces)
         self._memory = memory
         return copied
+
+
+def copy_of_objects(objects: T) -> T:
+    """What a file would hold of objects as they are now: hooks and callbacks may give what they go on changing.
+
+    What cannot be saved is given back as it is, and fails where it is written, on all ranks.
+    """
+    with suppress(Exception):
+        memory = BytesIO()
+        torch.save(objects, memory)
+        memory.seek(0)
+        copy: T = torch.load(memory, map_location="cpu", weights_only=False)
+        return copy
+    return objects
 
 
 def _fits(memory: torch.Tensor, data: torch.Tensor) -> bool:
