@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from lightning_hybrid.functional.boxes import Box
-from lightning_hybrid.parallel.checkpoint.manifest import hidden, put_file, sync
+from lightning_hybrid.parallel.checkpoint.manifest import hidden, put_file, refuse_folders_of_others
 
 BLOCK = 2**24  # bytes that are read or written at once
 
@@ -48,6 +48,9 @@ class Hollow:
     Args:
         path: The file's.
 
+    Raises:
+        FileExistsError: If that is a folder with something else than a checkpoint in it.
+
     Attributes:
         path: The file's.
         file: What is written, under a hidden name.
@@ -56,6 +59,7 @@ class Hollow:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        refuse_folders_of_others(self.path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._partial = hidden(self.path, "partial")
         self.file = self._partial.open("w+b")  # and not "x": what a killed process has left is in nobody's way
@@ -107,7 +111,6 @@ class Hollow:
         except BaseException:
             self.discard()
             raise
-        sync(self.path.parent)
 
     def discard(self) -> None:
         """Remove what was written; what was at the path before is still there."""

@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -151,8 +151,7 @@ def begin(path: Path) -> Path:
     Raises:
         FileExistsError: If the target is a folder with something else in it.
     """
-    if path.is_dir() and not (path / FILE).exists() and any(path.iterdir()):
-        raise FileExistsError(f"{path} is a folder that is no checkpoint. Save to another path, or remove it.")
+    refuse_folders_of_others(path)
     partial = hidden(path, "partial")
     shutil.rmtree(partial, ignore_errors=True)
     for aside in path.parent.glob(f".*.{REMOVED}"):
@@ -186,15 +185,39 @@ def commit(path: Path, data: Path, manifest: Manifest) -> None:
         _clean(path, data.name)
         partial.rmdir()
     else:
-        aside = hidden(path, "replaced")
-        discard(aside)
-        if path.is_dir() and not path.is_symlink():
-            path.rmdir()  # an empty one
-        elif path.exists() or path.is_symlink():
-            path.rename(aside)
-        partial.rename(path)
-        discard(aside)
+        put_aside(path, partial.rename)
     sync(path.parent)
+
+
+def put_file(partial: Path, path: Path) -> None:
+    """Give a complete file its name, in place of a file, which is one atomic step, or of a checkpoint's folder."""
+    if path.is_dir() and not path.is_symlink():
+        put_aside(path, partial.rename)
+    else:
+        partial.replace(path)
+    sync(path.parent)
+
+
+def put_aside(path: Path, put: Callable[[Path], Any]) -> None:
+    """Put something in the place of a file, a link, an empty folder, or a checkpoint's."""
+    aside = hidden(path, "replaced")
+    discard(aside)
+    if path.is_dir() and not path.is_symlink() and not (path / FILE).exists():
+        path.rmdir()  # an empty one
+    elif path.exists() or path.is_symlink():
+        path.rename(aside)
+    put(path)
+    discard(aside)
+
+
+def refuse_folders_of_others(path: Path) -> None:
+    """Refuse to save where a folder has something else in it.
+
+    Raises:
+        FileExistsError: Naming it.
+    """
+    if path.is_dir() and not (path / FILE).exists() and any(path.iterdir()):
+        raise FileExistsError(f"{path} is a folder that is no checkpoint. Save to another path, or remove it.")
 
 
 def remove(path: Path) -> None:
@@ -202,16 +225,6 @@ def remove(path: Path) -> None:
     aside = hidden(path, REMOVED)
     discard(aside)
     path.rename(aside)
-    discard(aside)
-
-
-def put_file(partial: Path, path: Path) -> None:
-    """Give a complete file its name, also in place of a checkpoint's folder."""
-    aside = hidden(path, REMOVED)
-    if (path / FILE).exists() and not path.is_symlink():
-        discard(aside)
-        path.rename(aside)
-    partial.replace(path)
     discard(aside)
 
 

@@ -107,6 +107,7 @@ def save_sharded(
 
     Raises:
         OSError: If a rank cannot write, with its own message; what was at `path` is still there.
+        ValueError: If the path cannot be one.
     """
     target = Path(path)
     rank = dist.get_rank(group)
@@ -114,10 +115,10 @@ def save_sharded(
     if rank == 0:
         try:
             box = [folders.begin(target)]
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a name that cannot be one is a ValueError
             box = [error]
     dist.broadcast_object_list(box, group=group, group_src=0)
-    if isinstance(box[0], OSError):
+    if isinstance(box[0], Exception):
         raise box[0]
     data: Path = box[0]
 

@@ -76,10 +76,10 @@ def save_all(folder):
     dist.barrier()
     save_sharded(folder / "a.ckpt", parts_of(rank), {"loops": {"epoch": 5}}, ABOUT)
     caught = []
-    for path in ("file", "other"):
+    for path in (folder / "file" / "b.ckpt", folder / "other", folder / "a\0b.ckpt"):
         try:
-            save_sharded(folder / path / "b.ckpt" if path == "file" else folder / path, parts_of(rank), {}, ABOUT)
-        except OSError as error:
+            save_sharded(path, parts_of(rank), {}, ABOUT)
+        except (OSError, ValueError) as error:
             caught.append(str(error))
     return first, caught
 
@@ -137,8 +137,9 @@ def test_one_folder_takes_the_place_of_another(saved):
 
 def test_what_cannot_be_written_is_an_error_on_all_ranks(saved):
     path, outcomes = saved
-    for _, (no_folder, others) in outcomes:
+    for _, (no_folder, others, no_name) in outcomes:
         assert "file" in no_folder
+        assert "null byte" in no_name
         assert "is a folder that is no checkpoint" in others
     assert (path.parent / "other" / "precious").read_text() == "the user's"
 
