@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
+from examples import checkpoints as checkpoints_example
 from examples import meta as meta_example
 from examples.gpt import GPT, StandardLibrary, Windows, library_files, read, split
 from examples.ledgers import main as ledgers
@@ -124,6 +125,26 @@ def test_no_process_holds_more_than_its_share_of_the_model_on_the_meta_device():
         assert size == whole
         assert held == whole / 2
         assert loss < 7.9
+
+
+def never_stopped(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints_example, "STOP", None)
+        trainer = checkpoints_example.train("auto", folder, 1, checkpoints_example.BATCH)
+    return trainer.callback_metrics["train/bits_per_byte"], trainer.lightning_module.state_dict()
+
+
+def test_a_run_that_stops_and_goes_on_in_another_layout_ends_as_if_it_had_not(tmp_path):
+    folder, file = tmp_path / "folders", tmp_path / "whole.ckpt"
+    found = run_trainers(2, checkpoints_example.main, str(folder), timeout=120)
+    ((expected, state),) = run_trainers(1, never_stopped, tmp_path / "one")
+    assert [float(bits) for bits in found] == pytest.approx([float(expected)] * 2, rel=1e-5)
+    assert sorted(path.name for path in folder.iterdir()) == ["last.ckpt", *(f"step={n}.ckpt" for n in (2, 4, 6, 8))]
+    assert main(["checkpoint", "verify", str(folder / "last.ckpt")]) == 0
+    assert main(["checkpoint", "export", str(folder / "last.ckpt"), str(file)]) == 0
+    assert torch.load(file, weights_only=True)["global_step"] == checkpoints_example.STEPS
+    loaded = GPT.load_from_checkpoint(file).state_dict()
+    torch.testing.assert_close(loaded, state, rtol=1e-3, atol=1e-5)  # AdamW's first steps enlarge rounding
 
 
 def fp16(folder):
