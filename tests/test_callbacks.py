@@ -70,7 +70,7 @@ REMARKS = {
     "BasePredictionWriter": "writes on rank 0, which is given every sample once, in order",
     "DeviceStatsMonitor": "each rank's own device, of which the logger shows rank 0's",
     "OnExceptionCheckpoint": "skipped, with a warning, unless all ranks leave at the same step",
-    "ModelCheckpoint": "one file of the whole model; all ranks decide alike",
+    "ModelCheckpoint": "one file or folder of the whole model; all ranks decide alike",
     "ModelSummary": "of the whole model, before it is cut",
     "RichModelSummary": "of the whole model, before it is cut",
 }
