@@ -54,6 +54,15 @@ def is_view(tensor: Tensor) -> bool:
     return bool(tensor._is_view())
 
 
+def reshapes_what_it_loads(module: nn.Module) -> bool:
+    """Whether the user's code, hooks or methods, may change tensors between a state and the module; FSDP's does not."""
+    functions: list[Any] = [module.load_state_dict, *(part._load_from_state_dict for part in module.modules())]
+    hooks: list[Any] = [hook for part in module.modules() for hook in part._load_state_dict_pre_hooks.values()]
+    functions += [hook.hook for hook in hooks]
+    libraries = {str(getattr(function, "__module__", None)).partition(".")[0] for function in functions}
+    return not libraries <= {"torch", "torchmetrics"}
+
+
 def buffer_names(module: nn.Module) -> list[str]:
     """Names of a module's own buffers, those that are None too: `named_buffers` leaves them out."""
     return list(module._buffers)

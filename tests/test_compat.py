@@ -108,6 +108,19 @@ def test_view_is_told_from_a_whole_tensor():
     assert not compat.is_view(x)
 
 
+def test_code_that_changes_what_is_loaded_is_found():
+    class Pads(nn.Linear):
+        def _load_from_state_dict(self, *args):
+            super()._load_from_state_dict(*args)
+
+    hooked = nn.Sequential(nn.Linear(2, 2))
+    hooked[0].register_load_state_dict_pre_hook(lambda *args: None)
+    plain = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.MultiheadAttention(2, 1))
+    metric, padded = nn.ModuleList([SumMetric()]), nn.Sequential(Pads(2, 2))
+    found = [compat.reshapes_what_it_loads(module) for module in (plain, metric, hooked, padded)]
+    assert found == [False, False, True, True]
+
+
 def test_buffer_names_include_empty_ones():
     module = nn.Linear(2, 2)
     module.register_buffer("a", torch.zeros(1))

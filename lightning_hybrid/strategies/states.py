@@ -51,6 +51,7 @@ class StatefulStrategy(ProcessStrategy):
         self._ground: Ground | None = None
         self._assembly: Assembly | None = None
         self._waiting_model: tuple[Mapping[str, Any], bool] | None = None
+        self._loaded_from: Any = None
         self.evaluation, self.resuming = Evaluation(), Resuming()
         self.checkpoints = Checkpoints(timeout, background=async_save)
 
@@ -154,6 +155,7 @@ class StatefulStrategy(ProcessStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self.checkpoints.wait()
+        self._loaded_from = checkpoint_path
         if folders.is_sharded(checkpoint_path):
             checkpoint = load_folder(checkpoint_path, weights_only=weights_only)
         else:
@@ -166,7 +168,7 @@ class StatefulStrategy(ProcessStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         if self._assembly is not None and self._assembly.module is self.lightning_module:
-            self._assembly.load_model_state(checkpoint["state_dict"], strict=strict)
+            self._load_model(checkpoint["state_dict"], strict=strict)
         elif isinstance(checkpoint["state_dict"], StoredState) or has_meta(self.lightning_module):
             self._waiting_model = (checkpoint["state_dict"], strict)  # until each rank knows its part
         else:
@@ -177,7 +179,13 @@ class StatefulStrategy(ProcessStrategy):
         if self._waiting_model is not None:
             state, strict = self._waiting_model
             self._waiting_model = None
+            self._load_model(state, strict=strict)
+
+    def _load_model(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        try:
             self.assembly.load_model_state(state, strict=strict)
+        except RuntimeError as error:
+            raise RuntimeError(f"{self._loaded_from} was not loaded: {error}") from error
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -8,9 +8,13 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.compat import reshapes_what_it_loads
 from lightning_hybrid.parallel.checkpoint.stored import StoredState
 from lightning_hybrid.parallel.engine import Engine
 from lightning_hybrid.parallel.zero.shards import shard_like
+
+# options that torch's schedulers and weight averaging add to groups, and what says which parameters a group has
+SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "params", "param_names"}
 
 
 def load_model_state(engine: Engine, keys: Sequence[str], state: Mapping[str, Any], *, strict: bool) -> None:
@@ -33,7 +37,7 @@ def load_model_state(engine: Engine, keys: Sequence[str], state: Mapping[str, An
             "same model, or set strict_loading=False on the LightningModule."
         )
     local = engine.root.state_dict()
-    _check_slices(engine, state, local)
+    _check_shapes(engine, state, local)
     part = {key: _local(engine, key, state, local[key]) for key in local if key in state}
     engine.root.load_state_dict(part, strict=False)
 
@@ -117,17 +121,23 @@ def _part(engine: Engine, name: str, value: Any, like: Any) -> Any:
     return shard_like(value if engine.tensor is None else engine.tensor.part(name, value), like)
 
 
-def _check_slices(engine: Engine, state: Mapping[str, Any], local: Mapping[str, Any]) -> None:
-    """Refuse tensors of another length: one that is as long as a slice would else be taken for the slice."""
+def _check_shapes(engine: Engine, state: Mapping[str, Any], local: Mapping[str, Any]) -> None:
+    """Refuse parameters of other shapes before anything is loaded; a slice must not take a whole of its own length."""
     splits = engine.tensor.splits if engine.tensor is not None else {}
-    for name in (name for name in splits if name in state and name in local):
-        shape = state.shape(name) if isinstance(state, StoredState) else state[name].shape
-        found, wanted = tuple(shape or ()), splits[name].whole_shape(local[name].shape)
+    names = splits.keys() if reshapes_what_it_loads(engine.root) else splits.keys() | engine.named_parameters().keys()
+    wrong = []
+    for name in (name for name in local if name in names and name in state):
+        shape = state.shape(name) if isinstance(state, StoredState) else getattr(state[name], "shape", None)
+        found, here = tuple(shape or ()), tuple(local[name].shape)
+        wanted = splits[name].whole_shape(here) if name in splits else here
         if found != wanted:
-            raise RuntimeError(
-                f"The checkpoint does not fit {type(engine.root).__name__}: {name} has shape {list(found)} there and "
-                f"{list(wanted)} in the model. Load the checkpoint of the same model."
-            )
+            wrong.append(f"{name} has shape {list(found)} there and {list(wanted)} in the model")
+    if wrong:
+        more = f", and {len(wrong) - 3} more differ" if len(wrong) > 3 else ""
+        raise RuntimeError(
+            f"The checkpoint does not fit {type(engine.root).__name__}: {'; '.join(wrong[:3])}{more}. Load the "
+            "checkpoint of the same model."
+        )
 
 
 def _check_groups(
@@ -137,9 +147,24 @@ def _check_groups(
     here = [len(members) for members in names]
     known = {name for members in names for name in members}
     strange = [name for members in wanted for name in members if name not in known]
+    if _is_other_kind(optimizer, saved):
+        options = sorted(saved[0].keys() - {"params", "param_names"})
+        raise ValueError(
+            f"The checkpoint's optimizer has the options {options} and is no "
+            f"{type(optimizer).__name__}. Resume with the optimizer that was saved, or load the weights alone "
+            "(load_from_checkpoint)."
+        )
     if found != here or strange:
         raise ValueError(
             f"The checkpoint's {type(optimizer).__name__} has groups of {found} parameters and the present one has "
             f"{here}{f', without {strange[:3]}' if strange else ''}. Resume with the optimizer that was saved, or load "
             "the weights alone (load_from_checkpoint)."
         )
+
+
+def _is_other_kind(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether groups are of another class: each has options that the other lacks; a later version only has more."""
+    if not saved:
+        return False
+    here = optimizer.param_groups[0].keys() | SCHEDULED
+    return bool(optimizer.defaults.keys() - saved[0].keys()) and bool(saved[0].keys() - here)

@@ -71,6 +71,28 @@ def test_names_that_do_not_fit_are_refused_unless_that_is_wanted():
     assert torch.equal(root.embed.weight, state["embed.weight"])
 
 
+def test_other_shapes_are_refused_before_anything_is_loaded():
+    root, state = Model(), Model().state_dict()
+    before = {name: value.clone() for name, value in root.state_dict().items()}
+    state["embed.weight"] = state["head.weight"] = torch.ones(4, 2)
+    with pytest.raises(RuntimeError, match=r"embed.weight has shape \[4, 2\] there and \[3, 2\] in the model"):
+        load_model_state(engine_of(root, 0), list(before), state, strict=True)
+    assert all(torch.equal(value, before[name]) for name, value in root.state_dict().items())
+
+
+def test_a_hook_may_change_shapes():
+    root, state = Model(), Model().state_dict()
+
+    def cut(module, state, *args):
+        state["embed.weight"] = state["head.weight"] = state["embed.weight"][:3]
+
+    root.register_load_state_dict_pre_hook(cut)
+    state["embed.weight"] = state["head.weight"] = torch.ones(4, 2)
+    keys = list(state)
+    load_model_state(engine_of(root, 0), keys, state, strict=True)
+    assert torch.equal(root.embed.weight, torch.ones(3, 2))
+
+
 def load_whole(engine, optimizer, names, saved, saved_names):
     load_groups(optimizer, names, saved["param_groups"], saved_names)
     load_optimizer_state(engine, optimizer, WholeOptimizer(saved, saved_names or names))
@@ -113,6 +135,24 @@ def test_other_groups_are_refused_with_their_sizes():
     strange = [[name.replace("0", "9") for name in NAMES[0]], NAMES[1]]
     with pytest.raises(ValueError, match=r"without \['blocks.9.weight', 'blocks.9.bias'\]"):
         load_whole(engine, torch.optim.AdamW(engine.root.parameters()), NAMES, saved, strange)
+
+
+def test_another_kind_of_optimizer_is_refused():
+    engine = engine_of(Model(), 0)
+    saved, parameters = stepped(Model()).state_dict(), [{"params": [p]} for p in engine.root.parameters()][:2]
+    with pytest.raises(ValueError, match=r"has the options \['amsgrad', 'betas', .* and is no SGD"):
+        load_whole(engine, torch.optim.SGD(parameters, 0.1), NAMES, saved, None)
+
+
+@pytest.mark.parametrize("changed", [{"initial_lr": 0.1}, {"decoupled_weight_decay": None}])
+def test_options_of_schedulers_and_of_other_versions_are_taken(changed):
+    optimizer = torch.optim.AdamW([Model().embed.weight])
+    groups = optimizer.state_dict()["param_groups"]
+    for key, value in changed.items():
+        groups[0].pop(key, None)
+        groups[0] |= {} if value is None else {key: value}
+    load_groups(optimizer, [["embed.weight"]], groups, None)
+    assert optimizer.param_groups[0].get("initial_lr") == changed.get("initial_lr")
 
 
 def test_a_stateless_optimizer_has_nothing_to_load():
