@@ -24,9 +24,6 @@ from lightning_hybrid.parallel.checkpoint.states import MODEL, OPTIMIZER
 from lightning_hybrid.parallel.checkpoint.stream_plan import Spec
 from lightning_hybrid.strategies.resuming import optimizer_names
 
-META, FSDP = ".metadata", "meta.pt"  # files of torch.distributed.checkpoint, and of Lightning beside them
-INCOMPLETE = ("partial", "removed", "replaced")
-
 
 @dataclass(frozen=True)
 class About:
@@ -189,29 +186,13 @@ def open_checkpoint(path: Path, *, trust: bool = False) -> OpenedFolder | Opened
         RuntimeError: If it is incomplete, damaged or another's.
     """
     if not path.exists():
-        partial = folders.hidden(path, "partial")
+        partial = folders.hidden(path, folders.PARTIAL)
         beside = f" {partial} is what an interrupted save has left." if partial.exists() else ""
         raise FileNotFoundError(f"There is no checkpoint at {path}.{beside}")
-    if path.name.startswith(".") and path.suffix.removeprefix(".") in INCOMPLETE:
-        raise RuntimeError(f"{path} is what an interrupted save has left. Take another checkpoint.")
+    folders.refuse_unfinished(path)
     if path.is_dir():
-        _refuse_others(path)
         return OpenedFolder(path, trust=trust)
     return OpenedFile(path, trust=trust)
-
-
-def _refuse_others(path: Path) -> None:
-    if (path / folders.FILE).exists() or not (path / META).exists():
-        return  # FolderReader says what is wrong with it
-    if (path / FSDP).exists():
-        raise RuntimeError(
-            f"{path} was written by a strategy of Lightning's own, such as FSDP. Make it one file first: python -m "
-            f"lightning.pytorch.utilities.consolidate_checkpoint {path}"
-        )
-    raise RuntimeError(
-        f"{path} has no {folders.FILE}: it was written by torch.distributed.checkpoint alone. Make it one file first: "
-        f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} FILE"
-    )
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:

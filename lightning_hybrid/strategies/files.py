@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.plugins import TorchCheckpointIO
 from typing_extensions import override
 
-from lightning_hybrid.parallel.checkpoint.manifest import hidden, put_file, refuse_folders_of_others
+from lightning_hybrid.parallel.checkpoint.manifest import PARTIAL, hidden, put_file, refuse_folders_of_others
 
 
 class WholeFiles(TorchCheckpointIO):
@@ -28,7 +28,7 @@ class WholeFiles(TorchCheckpointIO):
         target = Path(path)
         refuse_folders_of_others(target)
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = hidden(target, "partial")
+        partial = hidden(target, PARTIAL)
         try:
             with partial.open("wb") as file:
                 torch.save(checkpoint, file)

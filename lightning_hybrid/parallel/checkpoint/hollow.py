@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from lightning_hybrid.functional.boxes import Box
-from lightning_hybrid.parallel.checkpoint.manifest import hidden, put_file, refuse_folders_of_others
+from lightning_hybrid.parallel.checkpoint.manifest import PARTIAL, hidden, put_file, refuse_folders_of_others
 
 BLOCK = 2**24  # bytes that are read or written at once
 
@@ -61,7 +61,7 @@ class Hollow:
         self.path = Path(path)
         refuse_folders_of_others(self.path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._partial = hidden(self.path, "partial")
+        self._partial = hidden(self.path, PARTIAL)
         self.file = self._partial.open("w+b")  # and not "x": what a killed process has left is in nobody's way
         self.holes: dict[Hashable, Hole] = {}
 

@@ -28,7 +28,8 @@ import torch
 from lightning_hybrid.functional.boxes import Box
 
 FILE, TRAINING, DATA, FORMAT = "manifest.json", "training.pt", "data-", 1
-REMOVED = "removed"  # state of a hidden name
+PARTIAL, REMOVED, REPLACED = "partial", "removed", "replaced"  # states of hidden names
+META, FSDP = ".metadata", "meta.pt"  # files of torch.distributed.checkpoint, and of Lightning beside them
 
 
 @dataclass(frozen=True)
@@ -124,20 +125,45 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     folder = Path(path)
     if not folder.exists():
         raise FileNotFoundError(f"There is no checkpoint at {folder}.")
+    refuse_unfinished(folder)
+    _refuse_others(folder)
     try:
         manifest = Manifest.from_json((folder / FILE).read_text())
     except (FileNotFoundError, NotADirectoryError):
         raise RuntimeError(
-            f"{folder} has no {FILE}: it is no sharded checkpoint of lightning_hybrid, or an incomplete one. Resume "
-            "from another; a folder of other software must be converted to one file first."
+            f"{folder} has no {FILE}: it is no sharded checkpoint of lightning_hybrid, or an incomplete one. Take "
+            "another checkpoint."
         ) from None
     except ValueError as error:
         raise RuntimeError(f"{folder / FILE} cannot be read: {error}. Resume from another checkpoint.") from error
     if not (folder / manifest.data).is_dir():
         raise RuntimeError(f"{folder} lacks its data folder {manifest.data}. Resume from another checkpoint.")
-    if folder.name.startswith(".") and folder.name.endswith(".partial"):
-        raise RuntimeError(f"{folder} was never completed. Resume from another checkpoint.")
     return manifest
+
+
+def refuse_unfinished(path: Path) -> None:
+    """Refuse what has a hidden name, a file or a folder.
+
+    Raises:
+        RuntimeError: If it has.
+    """
+    if path.name.startswith(".") and path.name.endswith((f".{PARTIAL}", f".{REMOVED}", f".{REPLACED}")):
+        raise RuntimeError(f"{path} was never completed: an interrupted save has left it. Take another checkpoint.")
+
+
+def _refuse_others(folder: Path) -> None:
+    """Refuse folders of other software with the command that makes one file of them."""
+    if (folder / FILE).exists() or not (folder / META).exists():
+        return
+    if (folder / FSDP).exists():
+        raise RuntimeError(
+            f"{folder} was written by a strategy of Lightning's own, such as FSDP. Make it one file first: python -m "
+            f"lightning.pytorch.utilities.consolidate_checkpoint {folder}"
+        )
+    raise RuntimeError(
+        f"{folder} has no {FILE}: it was written by torch.distributed.checkpoint alone. Make it one file first: "
+        f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} FILE"
+    )
 
 
 def is_sharded(path: str | os.PathLike[str]) -> bool:
@@ -152,7 +178,7 @@ def begin(path: Path) -> Path:
         FileExistsError: If the target is a folder with something else in it.
     """
     refuse_folders_of_others(path)
-    partial = hidden(path, "partial")
+    partial = hidden(path, PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     for aside in path.parent.glob(f".*.{REMOVED}"):
         if aside.is_dir() and _is_rest(aside):
@@ -200,7 +226,7 @@ def put_file(partial: Path, path: Path) -> None:
 
 def put_aside(path: Path, put: Callable[[Path], Any]) -> None:
     """Put something in the place of a file, a link, an empty folder, or a checkpoint's."""
-    aside = hidden(path, "replaced")
+    aside = hidden(path, REPLACED)
     discard(aside)
     if path.is_dir() and not path.is_symlink() and not (path / FILE).exists():
         path.rmdir()  # an empty one

@@ -127,7 +127,7 @@ def save_sharded(
             torch.save(dict(training), file)
             file.flush()
             os.fsync(file.fileno())
-        files = {name: folders.checksum(data / name) for name in (folders.TRAINING, ".metadata")}
+        files = {name: folders.checksum(data / name) for name in (folders.TRAINING, folders.META)}
         folders.commit(target, data, replace(about, data=data.name, tensors=tensors, files=files))
 
     try:

@@ -180,6 +180,9 @@ def test_other_folders_are_refused(copied, tmp_path):
     (tmp_path / "foreign").mkdir()
     with pytest.raises(RuntimeError, match=r"has no manifest\.json: it is no sharded checkpoint"):
         FolderReader(tmp_path / "foreign")
+    (tmp_path / "foreign" / ".metadata").touch()
+    with pytest.raises(RuntimeError, match=r"by torch\.distributed\.checkpoint alone.*dcp_to_torch"):
+        FolderReader(tmp_path / "foreign")
     partial = copied.rename(tmp_path / ".copy.ckpt.partial")
     with pytest.raises(RuntimeError, match="was never completed"):
         FolderReader(partial)
