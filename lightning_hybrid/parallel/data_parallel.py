@@ -224,6 +224,23 @@ def broadcast_value(tensor: Tensor, source: int, group: Any = None) -> None:
         tensor.copy_(whole)
 
 
+@torch.no_grad()
+def broadcast_whole(module: nn.Module, device: torch.device) -> None:
+    """Start from the weights of world rank 0, as one process would; what is on the meta device is made later.
+
+    Args:
+        module: Whole on every rank, changed in place.
+        device: Where the group communicates.
+    """
+    if dist.get_world_size() == 1:
+        return
+    for tensor in (t for t in [*module.parameters(), *module.buffers()] if not t.is_meta):
+        on_device = tensor.to(device)
+        broadcast_value(on_device, 0)
+        if on_device is not tensor:
+            tensor.copy_(on_device)
+
+
 def maxima(mesh: Mesh, *numbers: int) -> list[int]:
     """The largest value of each number over the replicas, which call it together."""
     tensor = torch.tensor(numbers, device=mesh.device)

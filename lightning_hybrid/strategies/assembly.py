@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
 from torch import nn
@@ -18,13 +17,14 @@ from torch.optim import Optimizer
 from lightning_hybrid.parallel.checkpoint.loading import (
     SavedOptimizer,
     WholeOptimizer,
+    check_number,
     load_groups,
     load_model_state,
     load_optimizer_state,
 )
 from lightning_hybrid.parallel.checkpoint.saving import gather_model_state, gather_optimizer_state
 from lightning_hybrid.parallel.checkpoint.states import Outline
-from lightning_hybrid.parallel.data_parallel import broadcast_value
+from lightning_hybrid.parallel.data_parallel import broadcast_whole
 from lightning_hybrid.parallel.engine import Engine
 from lightning_hybrid.parallel.meta.materialising import Materialiser, without_meta
 from lightning_hybrid.parallel.meta.streaming import Streaming
@@ -106,7 +106,7 @@ class Assembly:
     def load_model_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Load this rank's part of a whole model's state."""
         self.make_whole()
-        load_model_state(self.engine, list(self.outline.shapes), state, strict=strict)
+        load_model_state(self.engine, self.outline, state, strict=strict)
 
     def load_optimizer_states(self, optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the states of all optimizers over the whole model.
@@ -116,6 +116,7 @@ class Assembly:
         assert self.groups is not None
         saved, stored = checkpoint["optimizer_states"], checkpoint.get(STORED)
         names = optimizer_names(checkpoint, len(saved))
+        check_number(optimizers, saved)
         sources: list[SavedOptimizer] = []
         for optimizer, own, state, known in zip(optimizers, self.groups.names, saved, names, strict=True):
             load_groups(optimizer, own, state["param_groups"], known)
@@ -206,13 +207,15 @@ def assemble(
         is_plain: One process and one micro-batch.
     """
     mesh = ground.mesh
-    _broadcast_whole(module, mesh.device)
+    broadcast_whole(module, mesh.device)
     outline = Outline.of(module)
     zero = _zero(module, options, ground)  # a decision about the whole model
     if groups is not None and zero.shards(mesh) and module.automatic_optimization:
         groups.check_unmixed(module, torch.float32 if zero.param_dtype else None)
     warn_of_batch_norm(module, mesh, options["num_microbatches"])
     tensor = _split(module, options, ground) if mesh.layout.tensor > 1 else None
+    if tensor is not None and groups is not None:
+        groups.take(tensor.part)
     cut = None
     if mesh.layout.pipeline > 1:
         pipeline, rank = mesh.layout.pipeline, mesh.pipeline_rank
@@ -279,18 +282,6 @@ def _zero(module: nn.Module, options: dict[str, Any], ground: Ground) -> Zero:
     dtype = reduction_dtype(options["reduce_dtype"], dtypes, param_dtype)
     stage = options["zero_stage"] if param_dtype is None else max(1, options["zero_stage"])  # see `choose_layout`
     return Zero(stage, ground.blocks, dtype, param_dtype, options["cpu_offload"], options["accumulate_on_cpu"])
-
-
-def _broadcast_whole(module: nn.Module, device: torch.device) -> None:
-    """Start from the weights of world rank 0, as one process would."""
-    if dist.get_world_size() == 1:
-        return
-    with torch.no_grad():
-        for tensor in (t for t in [*module.parameters(), *module.buffers()] if not t.is_meta):
-            on_device = tensor.to(device)
-            broadcast_value(on_device, 0)
-            if on_device is not tensor:
-                tensor.copy_(on_device)
 
 
 def _turn_off_nested_tensors(module: nn.Module) -> None:

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
-from torch.optim import LBFGS, Adafactor, Muon, Optimizer
+from torch.optim import LBFGS, Adafactor, Muon, Optimizer, Rprop
 
 from lightning_hybrid.compat import sync_batchnorm
 from lightning_hybrid.parallel.mesh import Layout
@@ -265,9 +265,10 @@ def check_optimizers(
     if layout.tensor > 1:
         _check_work_on_slices(optimizers, layout.tensor)
     for optimizer in optimizers:
-        if isinstance(optimizer, Adafactor) and sharded:
+        if isinstance(optimizer, Adafactor | Rprop) and sharded:
             raise ValueError(
-                "torch.optim.Adafactor cannot work on sharded parameters. Set zero_stage=0, or choose another one."
+                f"torch.optim.{type(optimizer).__name__} cannot work on sharded parameters. Set zero_stage=0, or "
+                "choose another one."
             )
         if isinstance(optimizer, LBFGS):
             raise ValueError(

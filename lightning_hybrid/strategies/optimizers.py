@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,6 +65,19 @@ class ParameterGroups:
                         "empty, not contiguous or of a second type, and torch cannot mix the two in one call. Give "
                         f"them a group of their own, or leave {option} out."
                     )
+
+    def take(self, part: Callable[[str, Any], Any]) -> None:
+        """Keep this rank's parts of states that an optimizer has made of whole parameters when it was made.
+
+        Args:
+            part: Gives the part of a value, by its parameter's name.
+        """
+        for optimizer, groups in zip(self._optimizers, self._held, strict=True):
+            for group, names in zip(optimizer.param_groups, groups, strict=True):
+                for name, parameter in zip(names, group["params"], strict=True):
+                    if parameter in optimizer.state:
+                        state = optimizer.state[parameter]
+                        state.update({entry: part(name, value) for entry, value in state.items()})
 
     def keep(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Reduce each group to the given parameters, and take their present objects: sharding has replaced some."""

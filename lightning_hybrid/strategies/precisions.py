@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from torch.optim import Adafactor, Optimizer
+from torch.optim import Adafactor, Optimizer, Rprop
 
 from lightning_hybrid.parallel.engine import Engine
 
@@ -83,11 +83,13 @@ def check_masters(precision: Precision, module: LightningModule, optimizers: Seq
             "float32 masters, and a step that runs its own backward passes would meet 16-bit copies. Let Lightning "
             "optimize, or choose precision='bf16-mixed'."
         )
-    if any(isinstance(optimizer, Adafactor) for optimizer in optimizers):
-        raise ValueError(
-            f"torch.optim.Adafactor cannot work on the sharded masters of precision={precision.precision!r}. Choose "
-            "another optimizer, or precision='bf16-mixed' with zero_stage=0."
-        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, Adafactor | Rprop):
+            raise ValueError(
+                f"torch.optim.{type(optimizer).__name__} cannot work on the sharded masters of "
+                f"precision={precision.precision!r}. Choose another optimizer, or precision='bf16-mixed' with "
+                "zero_stage=0."
+            )
 
 
 class SkippedSteps:

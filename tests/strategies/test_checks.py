@@ -3,7 +3,7 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from torch.optim import LBFGS, Adafactor, AdamW, Muon
+from torch.optim import LBFGS, Adafactor, AdamW, Muon, Rprop
 
 from lightning_hybrid.parallel.mesh import Layout
 from lightning_hybrid.parallel.tensor.assignment import STYLES
@@ -162,8 +162,9 @@ def test_optimizers_that_repeat_the_step_are_refused_by_name():
 
     with pytest.raises(ValueError, match="LBFGS evaluates the loss several times a step"):
         check_optimizers([Mine([weight])], Usual(), Layout(2, 1), OPTIONS)
-    with pytest.raises(ValueError, match=r"Adafactor cannot work on sharded parameters\. Set zero_stage=0"):
-        check_optimizers([Adafactor([weight])], Usual(), Layout(2, 2), SHARDED)
+    for kind in (Adafactor, Rprop):
+        with pytest.raises(ValueError, match=rf"{kind.__name__} cannot work on sharded parameters\. Set zero_stage=0"):
+            check_optimizers([kind([weight])], Usual(), Layout(2, 2), SHARDED)
 
 
 @pytest.mark.parametrize("name", ["training_step", "validation_step", "test_step", "predict_step"])

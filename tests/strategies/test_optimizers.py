@@ -125,3 +125,11 @@ def test_frozen_parameters_stay_in_their_group():
     groups = ParameterGroups([optimizer], model)
     groups.keep(dict(model.named_parameters()))
     assert optimizer.param_groups[0]["params"] == list(model.parameters())
+
+
+def test_states_that_are_made_with_the_optimizer_are_cut_like_their_parameters():
+    model, optimizer, groups = two_groups(torch.optim.Adagrad, initial_accumulator_value=0.5)
+    groups.take(lambda name, value: value[:1] if name == "body.weight" and value.ndim else value)
+    states = [optimizer.state[parameter] for parameter in model.parameters()]
+    assert [tuple(state["sum"].shape) for state in states] == [(4, 2), (1, 2), (2,)]
+    assert all(state["sum"].eq(0.5).all() and state["step"] == 0 for state in states)

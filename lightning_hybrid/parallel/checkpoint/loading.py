@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.compat import reshapes_what_it_loads
+from lightning_hybrid.parallel.checkpoint.states import Outline
 from lightning_hybrid.parallel.checkpoint.stored import StoredState
 from lightning_hybrid.parallel.engine import Engine
 from lightning_hybrid.parallel.zero.shards import shard_like
@@ -17,27 +18,28 @@ from lightning_hybrid.parallel.zero.shards import shard_like
 SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "params", "param_names"}
 
 
-def load_model_state(engine: Engine, keys: Sequence[str], state: Mapping[str, Any], *, strict: bool) -> None:
+def load_model_state(engine: Engine, outline: Outline, state: Mapping[str, Any], *, strict: bool) -> None:
     """Load the part of a whole model's state that is on this rank.
 
     Args:
         engine: This rank's engine.
-        keys: The whole model's state keys, from before it was cut.
+        outline: What the whole model saves, from before it was cut.
         state: The whole model's state.
         strict: Refuse a state whose names are not those of the model.
 
     Raises:
-        RuntimeError: If names or shapes do not fit.
+        RuntimeError: On all ranks, if names or shapes do not fit; nothing is loaded.
     """
-    missing, unexpected = [key for key in keys if key not in state], [key for key in state if key not in set(keys)]
+    keys = outline.shapes
+    missing, unexpected = [key for key in keys if key not in state], [key for key in state if key not in keys]
     if strict and (missing or unexpected):
         raise RuntimeError(
             f"The checkpoint does not fit {type(engine.root).__name__}: it lacks {missing[:5]} ({len(missing)} keys) "
             f"and has {unexpected[:5]} ({len(unexpected)} keys) that the model has not. Load the checkpoint of the "
             "same model, or set strict_loading=False on the LightningModule."
         )
+    _check_shapes(engine, outline, state)
     local = engine.root.state_dict()
-    _check_shapes(engine, state, local)
     part = {key: _local(engine, key, state, local[key]) for key in local if key in state}
     engine.root.load_state_dict(part, strict=False)
 
@@ -69,6 +71,19 @@ class WholeOptimizer:
             return None
         parts = {key: (value, _part(engine, name, value, parameter)) for key, value in state.items()}
         return {key: p.clone() if p is whole and isinstance(p, Tensor) else p for key, (whole, p) in parts.items()}
+
+
+def check_number(optimizers: Sequence[Optimizer], saved: Sequence[Any]) -> None:
+    """Refuse states of more or fewer optimizers.
+
+    Raises:
+        ValueError: With both numbers.
+    """
+    if len(optimizers) != len(saved):
+        raise ValueError(
+            f"The checkpoint has states of {len(saved)} optimizer(s), and configure_optimizers has made "
+            f"{len(optimizers)}. Resume with those that were saved, or load the weights alone (load_from_checkpoint)."
+        )
 
 
 def load_groups(
@@ -121,23 +136,19 @@ def _part(engine: Engine, name: str, value: Any, like: Any) -> Any:
     return shard_like(value if engine.tensor is None else engine.tensor.part(name, value), like)
 
 
-def _check_shapes(engine: Engine, state: Mapping[str, Any], local: Mapping[str, Any]) -> None:
-    """Refuse parameters of other shapes before anything is loaded; a slice must not take a whole of its own length."""
+def _check_shapes(engine: Engine, outline: Outline, state: Mapping[str, Any]) -> None:
+    """Refuse parameters of other shapes: only some ranks have them, and what is as long as a slice would be taken."""
     splits = engine.tensor.splits if engine.tensor is not None else {}
-    names = splits.keys() if reshapes_what_it_loads(engine.root) else splits.keys() | engine.named_parameters().keys()
-    wrong = []
-    for name in (name for name in local if name in names and name in state):
-        shape = state.shape(name) if isinstance(state, StoredState) else getattr(state[name], "shape", None)
-        found, here = tuple(shape or ()), tuple(local[name].shape)
-        wanted = splits[name].whole_shape(here) if name in splits else here
-        if found != wanted:
-            wrong.append(f"{name} has shape {list(found)} there and {list(wanted)} in the model")
-    if wrong:
-        more = f", and {len(wrong) - 3} more differ" if len(wrong) > 3 else ""
-        raise RuntimeError(
-            f"The checkpoint does not fit {type(engine.root).__name__}: {'; '.join(wrong[:3])}{more}. Load the "
-            "checkpoint of the same model."
-        )
+    hooked = reshapes_what_it_loads(engine.root)  # then only slices must be known
+    for name, (wanted, _) in ((name, spec) for name, spec in outline.shapes.items() if spec and name in state):
+        if name not in outline.parameters or (hooked and name not in splits):
+            continue
+        found = state.shape(name) if isinstance(state, StoredState) else getattr(state[name], "shape", None)
+        if found is not None and tuple(found) != wanted:
+            raise RuntimeError(
+                f"The checkpoint does not fit {type(engine.root).__name__}: {name} has shape {list(found)} there and "
+                f"{list(wanted)} in the model. Load the checkpoint of the same model."
+            )
 
 
 def _check_groups(

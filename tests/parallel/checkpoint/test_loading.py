@@ -10,10 +10,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_hybrid.parallel.checkpoint.loading import (
     WholeOptimizer,
+    check_number,
     load_groups,
     load_model_state,
     load_optimizer_state,
 )
+from lightning_hybrid.parallel.checkpoint.states import Outline
 from lightning_hybrid.parallel.pipeline.cut import StageCut
 from lightning_hybrid.parallel.zero.shards import shard_like
 from tests.launch import run_ranks
@@ -50,9 +52,9 @@ def stepped(model):
 def test_each_rank_takes_its_part_of_the_whole_state(rank):
     source, root = Model(), Model()
     source.seen.fill_(7)
-    keys = list(root.state_dict())
+    keys, outline = list(root.state_dict()), Outline.of(root)
     engine = engine_of(root, rank)
-    load_model_state(engine, keys, source.state_dict(), strict=True)
+    load_model_state(engine, outline, source.state_dict(), strict=True)
     state = source.state_dict()
     for name, value in root.state_dict().items():
         assert torch.equal(value, state[name]), name
@@ -62,35 +64,48 @@ def test_each_rank_takes_its_part_of_the_whole_state(rank):
 
 def test_names_that_do_not_fit_are_refused_unless_that_is_wanted():
     root = Model()
-    keys, state = list(root.state_dict()), Model().state_dict()
+    outline, state = Outline.of(root), Model().state_dict()
     engine = engine_of(root, 0)
     state["strange"] = state.pop("seen")
     with pytest.raises(RuntimeError, match=r"does not fit Model: it lacks \['seen'\] \(1 keys\) and has \['strange'\]"):
-        load_model_state(engine, keys, state, strict=True)
-    load_model_state(engine, keys, state, strict=False)
+        load_model_state(engine, outline, state, strict=True)
+    load_model_state(engine, outline, state, strict=False)
     assert torch.equal(root.embed.weight, state["embed.weight"])
 
 
 def test_other_shapes_are_refused_before_anything_is_loaded():
     root, state = Model(), Model().state_dict()
+    outline = Outline.of(root)
     before = {name: value.clone() for name, value in root.state_dict().items()}
     state["embed.weight"] = state["head.weight"] = torch.ones(4, 2)
     with pytest.raises(RuntimeError, match=r"embed.weight has shape \[4, 2\] there and \[3, 2\] in the model"):
-        load_model_state(engine_of(root, 0), list(before), state, strict=True)
+        load_model_state(engine_of(root, 0), outline, state, strict=True)
     assert all(torch.equal(value, before[name]) for name, value in root.state_dict().items())
 
 
 def test_a_hook_may_change_shapes():
     root, state = Model(), Model().state_dict()
+    outline = Outline.of(root)
 
     def cut(module, state, *args):
         state["embed.weight"] = state["head.weight"] = state["embed.weight"][:3]
 
     root.register_load_state_dict_pre_hook(cut)
     state["embed.weight"] = state["head.weight"] = torch.ones(4, 2)
-    keys = list(state)
-    load_model_state(engine_of(root, 0), keys, state, strict=True)
+    load_model_state(engine_of(root, 0), outline, state, strict=True)
     assert torch.equal(root.embed.weight, torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_another_shape_is_refused_on_ranks_that_have_it_and_on_others(rank):
+    root = Model()
+    outline, state = Outline.of(root), Model().state_dict()
+    engine = engine_of(root, rank)
+    before = copy.deepcopy(root.state_dict())
+    state["blocks.3.bias"] = torch.zeros(99)
+    with pytest.raises(RuntimeError, match=r"blocks.3.bias has shape \[99\] there and \[\d\] in the model"):
+        load_model_state(engine, outline, {**state, "seen": state["seen"] + 1}, strict=False)
+    assert all(torch.equal(value, before[name]) for name, value in root.state_dict().items())
 
 
 def load_whole(engine, optimizer, names, saved, saved_names):
@@ -153,6 +168,12 @@ def test_options_of_schedulers_and_of_other_versions_are_taken(changed):
         groups[0] |= {} if value is None else {key: value}
     load_groups(optimizer, [["embed.weight"]], groups, None)
     assert optimizer.param_groups[0].get("initial_lr") == changed.get("initial_lr")
+
+
+def test_another_number_of_optimizers_is_refused():
+    adamw = stepped(Model()).state_dict()
+    with pytest.raises(ValueError, match=r"states of 2 optimizer\(s\), and configure_optimizers has made 1"):
+        check_number([torch.optim.SGD(Model().parameters())], [adamw, adamw])
 
 
 def test_a_stateless_optimizer_has_nothing_to_load():

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from lightning_hybrid.functional.splits import Split
 from lightning_hybrid.parallel.checkpoint.loading import WholeOptimizer, load_model_state, load_optimizer_state
 from lightning_hybrid.parallel.checkpoint.saving import gather_model_state, gather_optimizer_state
+from lightning_hybrid.parallel.checkpoint.states import Outline
 from lightning_hybrid.parallel.engine import Engine
 from lightning_hybrid.parallel.gradients import gradient_norm, local
 from lightning_hybrid.parallel.mesh import Layout, Mesh
@@ -103,7 +104,7 @@ def round_trip(data):
         for parameter in root.parameters():
             local(parameter).fill_(9)
     optimizer.state.clear()
-    load_model_state(engine, keys, box[0], strict=True)
+    load_model_state(engine, Outline.of(Model()), box[0], strict=True)
     load_optimizer_state(engine, optimizer, WholeOptimizer(box[1], groups.names[0]))
     restored = all(torch.equal(local(p), parts[name]) for name, p in root.named_parameters())
     for name, parameter in engine.named_parameters().items():
@@ -138,10 +139,10 @@ def other_lengths():
     root = Model()
     engine = engine_of(root, Layout(1, 1, 2))
     state = dict(Model().state_dict())
-    keys, messages = list(state), []
+    outline, messages = Outline.of(Model()), []
     for name, shape in [("down.weight", (3, 3)), ("embed.weight", (8, 3))]:
         with pytest.raises(RuntimeError) as caught:
-            load_model_state(engine, keys, {**state, name: torch.zeros(shape)}, strict=False)
+            load_model_state(engine, outline, {**state, name: torch.zeros(shape)}, strict=False)
         messages.append(str(caught.value))
     return messages
 
