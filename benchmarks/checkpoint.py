@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from examples.gpt import GPT
 from lightning_hybrid import HybridPTDPStrategy
-from lightning_hybrid.parallel.checkpoint.manifest import Manifest
+from lightning_hybrid.parallel.checkpoint.entries import Manifest
 from lightning_hybrid.parallel.checkpoint.parts import part_of
 from lightning_hybrid.parallel.checkpoint.reading import FolderReader
 from lightning_hybrid.parallel.checkpoint.sharded import save_sharded

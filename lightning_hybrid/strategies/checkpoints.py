@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_hybrid.parallel.checkpoint import manifest as folders
 from lightning_hybrid.parallel.checkpoint.background import Background, HostCopies, copy_of_objects
-from lightning_hybrid.parallel.checkpoint.manifest import Manifest
+from lightning_hybrid.parallel.checkpoint.entries import Manifest
 from lightning_hybrid.parallel.checkpoint.parts import Parts
 from lightning_hybrid.parallel.checkpoint.reading import FolderReader
 from lightning_hybrid.parallel.checkpoint.sharded import save_sharded

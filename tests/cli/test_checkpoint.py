@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 from lightning_hybrid.cli.checkpoint import main
 from lightning_hybrid.functional.boxes import Box
-from lightning_hybrid.parallel.checkpoint.manifest import Manifest
+from lightning_hybrid.parallel.checkpoint.entries import Manifest
 from lightning_hybrid.parallel.checkpoint.parts import Part, Piece, part_of
 from lightning_hybrid.parallel.checkpoint.sharded import save_sharded
 from tests.launch import run_ranks, run_trainers

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.functional.boxes import Box
+from lightning_hybrid.parallel.checkpoint.entries import Chunk, Entry
 from lightning_hybrid.parallel.checkpoint.hollow import BLOCK, memory_of
-from lightning_hybrid.parallel.checkpoint.manifest import Chunk, Entry
 from lightning_hybrid.parallel.checkpoint.reading import read_into
 from lightning_hybrid.parallel.checkpoint.stream_plan import check_cover
 

@@ -123,6 +123,15 @@ def load_optimizer_state(engine: Engine, optimizer: Optimizer, saved: SavedOptim
         if state is not None:
             states[index] = state
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+    for index, state in states.items():
+        _keep_types(parameters[index], optimizer.state[parameters[index]], state)
+
+
+def _keep_types(parameter: nn.Parameter, loaded: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Numbers beside a parameter, such as NAdam's products, have types of their own; torch gives them its type."""
+    for entry, value in saved.items():
+        if isinstance(value, Tensor) and value.shape != parameter.shape and loaded[entry].dtype != value.dtype:
+            loaded[entry] = value.to(loaded[entry].device)
 
 
 def _local(engine: Engine, key: str, state: Mapping[str, Any], like: Any) -> Any:

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lightning_hybrid.functional.boxes import Box
 from lightning_hybrid.parallel.checkpoint import manifest as folders
-from lightning_hybrid.parallel.checkpoint.manifest import Chunk, Entry, Manifest
+from lightning_hybrid.parallel.checkpoint.entries import Chunk, Entry, Manifest
 from lightning_hybrid.parallel.checkpoint.parts import Parts
 from lightning_hybrid.parallel.checkpoint.planner import PartsSavePlanner, begin_of_elements, key_of
 

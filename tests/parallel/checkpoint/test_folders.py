@@ -3,8 +3,9 @@
 import pytest
 
 from lightning_hybrid.parallel.checkpoint import manifest as folders
+from lightning_hybrid.parallel.checkpoint.entries import Manifest
 from lightning_hybrid.parallel.checkpoint.hollow import Hollow
-from lightning_hybrid.parallel.checkpoint.manifest import FILE, Manifest, read_manifest
+from lightning_hybrid.parallel.checkpoint.manifest import FILE, read_manifest
 from lightning_hybrid.strategies.files import WholeFiles
 from tests.parallel.checkpoint.test_sharded import write
 

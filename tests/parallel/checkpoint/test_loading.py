@@ -152,6 +152,17 @@ def test_other_groups_are_refused_with_their_sizes():
         load_whole(engine, torch.optim.AdamW(engine.root.parameters()), NAMES, saved, strange)
 
 
+def test_numbers_beside_parameters_keep_their_types():
+    """Else NAdam's products, in float32, would go on in float64 and be others than those of a run without a stop."""
+    model, engine = Model().double(), engine_of(Model().double(), 0)
+    optimizer = torch.optim.NAdam([model.embed.weight], 0.1)
+    model.embed.weight.grad = torch.ones_like(model.embed.weight)
+    optimizer.step()
+    here = torch.optim.NAdam([engine.cut.parameters["embed.weight"]], 0.1)
+    load_whole(engine, here, [["embed.weight"]], copy.deepcopy(optimizer.state_dict()), None)
+    torch.testing.assert_close(next(iter(here.state.values())), next(iter(optimizer.state.values())), rtol=0, atol=0)
+
+
 def test_another_kind_of_optimizer_is_refused():
     engine = engine_of(Model(), 0)
     saved, parameters = stepped(Model()).state_dict(), [{"params": [p]} for p in engine.root.parameters()][:2]

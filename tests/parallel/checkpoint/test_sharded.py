@@ -17,7 +17,8 @@ from torch.testing import assert_close
 from lightning_hybrid.functional.boxes import Box, boxes_of_shard
 from lightning_hybrid.functional.splits import Split
 from lightning_hybrid.parallel.checkpoint import manifest as folders
-from lightning_hybrid.parallel.checkpoint.manifest import FILE, Manifest, read_manifest
+from lightning_hybrid.parallel.checkpoint.entries import Manifest
+from lightning_hybrid.parallel.checkpoint.manifest import FILE, read_manifest
 from lightning_hybrid.parallel.checkpoint.parts import Part, Piece, part_of
 from lightning_hybrid.parallel.checkpoint.reading import FolderReader
 from lightning_hybrid.parallel.checkpoint.sharded import save_sharded
