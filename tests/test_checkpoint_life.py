@@ -269,6 +269,13 @@ class Halves(Small):
         checkpoint["state_dict"]["inlet.weight"] = checkpoint["state_dict"]["inlet.weight"].half()
 
 
+class Fronts(Small):
+    """Names a parameter otherwise itself."""
+
+    def state_dict(self, *args, **kwargs):
+        return {name.replace("inlet", "front"): value for name, value in super().state_dict(*args, **kwargs).items()}
+
+
 def hooked(folder):
     trainer = fit(Renames(), loader(8, 4), hybrid(**SHARDED))
     before = dict(weights(trainer))
@@ -277,6 +284,8 @@ def hooked(folder):
     other.predict(Renames(), loader(8, 4), ckpt_path=folder / "a.ckpt")
     with pytest.raises(RuntimeError, match=r"checkpoint\['state_dict'\] holds something made of values"):
         fit(Halves(), loader(8, 4), hybrid(**SHARDED)).save_checkpoint(folder / "b.ckpt")
+    with pytest.raises(RuntimeError, match=r"front\.weight is in the state of Fronts as something else"):
+        fit(Fronts(), loader(8, 4, 2), hybrid(1, zero_stage=3, **SHARDED)).save_checkpoint(folder / "b.ckpt")
     return before, dict(weights(other))
 
 

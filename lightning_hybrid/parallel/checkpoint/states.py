@@ -89,10 +89,12 @@ def model_parts(engine: Engine, outline: Outline) -> tuple[dict[str, Part], dict
         if key in outline.parameters or key not in outline.shapes or not saves(engine, key):
             continue
         value = whole_tree(value)  # a block may have kept parts of activations; all ranks of the axis come here
+        if isinstance(value, Tensor):
+            _check(engine, outline, key, value)  # on all replicas: none waits for one that refuses
         if engine.mesh.data_rank or engine.mesh.tensor_rank or key in outline.tied:
             continue
         if isinstance(value, Tensor):
-            parts[MODEL + key] = _checked(engine, outline, key, value)
+            parts[MODEL + key] = part_of(value)
         else:
             others[key] = value
     return parts, others
@@ -174,12 +176,11 @@ def _keeps(engine: Engine, name: str, value: Tensor, *, split: bool = True) -> b
     return number % (ranks * layout.tensor) == rank * layout.tensor + mesh.tensor_rank
 
 
-def _checked(engine: Engine, outline: Outline, key: str, value: Tensor) -> Part:
-    part, expected = part_of(value), outline.shapes[key]
-    if isinstance(value, DTensor) or expected is None or part.shape != expected[0]:
+def _check(engine: Engine, outline: Outline, key: str, value: Tensor) -> None:
+    expected = outline.shapes[key]
+    if isinstance(value, DTensor) or expected is None or tuple(value.shape) != expected[0]:
         raise RuntimeError(
             f"{key} is in the state of {type(engine.root).__name__} as something else than a parameter or a buffer: a "
             "state_dict hook makes it of what this rank has, a part. Leave the hook out, or save full files of one "
             "process."
         )
-    return part
