@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from typing_extensions import override
 from examples.gpt import GPT
 from lightning_hybrid import HybridPTDPStrategy
 from lightning_hybrid.parallel.checkpoint.entries import Manifest
-from lightning_hybrid.parallel.checkpoint.parts import part_of
+from lightning_hybrid.parallel.checkpoint.parts import Part, Piece, part_of
 from lightning_hybrid.parallel.checkpoint.reading import FolderReader
 from lightning_hybrid.parallel.checkpoint.sharded import save_sharded
 from lightning_hybrid.parallel.checkpoint.states import model_parts, optimizer_parts
@@ -88,13 +89,18 @@ def save(state: Any, path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def like(part: Part) -> Part:
+    """The same boxes in new memory."""
+    return replace(part, pieces=tuple(Piece(piece.box, torch.empty_like(piece.data)) for piece in part.pieces))
+
+
 def read(trainer: Any, path: Path) -> None:
     """Read what this rank has of the model and the optimizer."""
     assembly = trainer.strategy.assembly
     parts, _ = model_parts(assembly.engine, assembly.outline)
     more, _ = optimizer_parts(assembly.engine, trainer.optimizers[0], 0, assembly.outline)
     tensors = {**parts, **more}
-    fresh = {name: part.like() for name, part in tensors.items()}
+    fresh = {name: like(part) for name, part in tensors.items()}
     FolderReader(path).read(fresh)
     dist.barrier()
 

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hybrid.parallel.checkpoint import manifest as folders
-from lightning_hybrid.parallel.checkpoint.stored import StoredState, WholeTensors
+from lightning_hybrid.parallel.checkpoint.stored import StoredState
+from lightning_hybrid.parallel.checkpoint.window import WholeTensors
 from lightning_hybrid.parallel.meta.initialising import has_meta
 from lightning_hybrid.strategies.assembly import Assembly
 from lightning_hybrid.strategies.checkpoints import READER, Checkpoints, load_folder, refuse_links

@@ -149,6 +149,12 @@ def byte_view(tensor: Tensor) -> Tensor:
     return dense.reshape(-1).view(torch.uint8)
 
 
+def crc32(tensor: Tensor) -> int:
+    """Checksum of a tensor's elements in memory order; it must be in host memory."""
+    flat = tensor.detach().contiguous()
+    return zlib.crc32(memory_of(flat)) if flat.nbytes else 0
+
+
 def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor in host memory, as long as the tensor lives.
 

@@ -117,6 +117,16 @@ def _save(checkpoint: Mapping[str, Any], file: BinaryIO) -> dict[str, torch.Unty
     return storages
 
 
+def begin_of_record(offset: int, header: bytes) -> int:
+    """First byte of what a record of a zip archive holds.
+
+    Args:
+        offset: First byte of the record's local header.
+        header: Its first `LOCAL_SIZE` bytes, which are followed by a name and extra fields of any length.
+    """
+    return offset + LOCAL_SIZE + sum(struct.unpack("<HH", header[26:30]))
+
+
 class _Record(NamedTuple):
     """A storage in the archive: first byte, length, and where its checksum is written."""
 
@@ -135,7 +145,7 @@ def _records(file: BinaryIO) -> dict[str, _Record]:
         local = os.pread(handle, LOCAL_SIZE, record.header_offset)
         assert head.startswith(CENTRAL), f"no entry of the zip archive at byte {entry}"
         assert local.startswith(LOCAL), f"no record of the zip archive at byte {record.header_offset}"
-        offset = record.header_offset + LOCAL_SIZE + sum(struct.unpack("<HH", local[26:30]))
+        offset = begin_of_record(record.header_offset, local)
         checksums = [entry + 16]
         entry += CENTRAL_SIZE + sum(struct.unpack("<HHH", head[28:34]))
         end = offset + record.file_size

@@ -42,11 +42,6 @@ class Part:
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
 
-    def like(self) -> Part:
-        """The same boxes in new memory on the host."""
-        pieces = (Piece(piece.box, torch.empty(piece.box.sizes, dtype=self.dtype)) for piece in self.pieces)
-        return Part(self.shape, self.dtype, tuple(pieces))
-
 
 Parts = Mapping[str, Part]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
 from io import BytesIO, RawIOBase
 from typing import BinaryIO
 from zipfile import ZipFile
@@ -20,16 +18,9 @@ from torch.distributed.checkpoint.planner import (
 )
 from typing_extensions import override
 
-from lightning_hybrid.parallel.checkpoint.hollow import memory_of
+from lightning_hybrid.parallel.checkpoint.hollow import crc32
+from lightning_hybrid.parallel.checkpoint.hollow_torch import LOCAL_SIZE, begin_of_record
 from lightning_hybrid.parallel.checkpoint.parts import Part, Parts, Piece, all_pieces
-
-LOCAL_SIZE = 30  # bytes of a zip record's header before its name: PKWARE, APPNOTE.TXT 6.3.10, section 4.3.7
-
-
-def crc32(tensor: Tensor) -> int:
-    """Checksum of a tensor's elements in memory order; it must be in host memory."""
-    flat = tensor.detach().contiguous()
-    return zlib.crc32(memory_of(flat)) if flat.nbytes else 0
 
 
 class PartsSavePlanner(DefaultSavePlanner):
@@ -83,7 +74,7 @@ def begin_of_elements(file: BinaryIO, offset: int, length: int) -> int:
         return offset  # no elements
     file.seek(offset + record.header_offset)
     header = file.read(LOCAL_SIZE)
-    return offset + record.header_offset + LOCAL_SIZE + sum(struct.unpack("<HH", header[26:30]))
+    return begin_of_record(offset + record.header_offset, header)
 
 
 class _Section(RawIOBase):

@@ -18,9 +18,8 @@ from torch import Tensor
 from lightning_hybrid.functional.boxes import Box
 from lightning_hybrid.parallel.checkpoint import manifest as folders
 from lightning_hybrid.parallel.checkpoint.entries import Chunk, Entry
-from lightning_hybrid.parallel.checkpoint.hollow import memory_of
+from lightning_hybrid.parallel.checkpoint.hollow import crc32, memory_of
 from lightning_hybrid.parallel.checkpoint.parts import Part, Parts, Piece
-from lightning_hybrid.parallel.checkpoint.planner import crc32
 
 
 class FolderReader:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.parallel.checkpoint.parts import Part, Parts, part_of
+from lightning_hybrid.parallel.checkpoint.parts import Part, part_of
 from lightning_hybrid.parallel.checkpoint.saving import owns, saves
 from lightning_hybrid.parallel.engine import Engine
 from lightning_hybrid.parallel.tensor.parallel import whole_tree
@@ -53,23 +52,6 @@ class Outline:
     def first(self, name: str) -> str:
         """The first name of a parameter."""
         return self.tied.get(name, name)
-
-
-class Reader(Protocol):
-    """Where tensors are read from, by the names that they were saved under."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Names of all tensors."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a whole tensor."""
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor."""
-
-    def read(self, parts: Parts) -> None:
-        """Fill the pieces of each part."""
 
 
 def model_parts(engine: Engine, outline: Outline) -> tuple[dict[str, Part], dict[str, Any]]:

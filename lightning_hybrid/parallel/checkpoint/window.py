@@ -34,6 +34,29 @@ class Reader(Protocol):
         """Fill the pieces of each part, in their own type and on their own device."""
 
 
+class WholeTensors:
+    """A reader of tensors that are in memory, or in a mapped file, as wholes.
+
+    Args:
+        tensors: By name.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of all tensors."""
+        return list(self._tensors)
+
+    @torch.no_grad()
+    def read(self, parts: Parts) -> None:
+        """Fill the pieces of each part."""
+        for name, part in parts.items():
+            for piece in part.pieces:
+                piece.data.copy_(piece.box.view(self._tensors[name]))
+
+
 def window_parts(engine: Engine) -> Parts:
     """What this rank has of the gradients of a window that goes on, between two batches; every rank calls it.
 
