@@ -158,3 +158,11 @@ def test_links_to_what_is_still_written_are_refused(tmp_path):
         for message, step in found:
             assert re.search(r"save_last='link'.*async_save=True.*Set save_last=True", message), message
             assert step == 0
+
+
+def test_remote_folders_are_refused_before_training():
+    module, strategy = Validated(), hybrid(1, state_dict_type="sharded")
+    trainer = trainer_of(strategy, callbacks=[ModelCheckpoint("memory://folder")], enable_checkpointing=True)
+    with pytest.raises(ValueError, match=r"got memory://folder. Give a path without a protocol"):
+        trainer.fit(module, loader(8, 4), loader(8, 4))
+    assert trainer.global_step == 0

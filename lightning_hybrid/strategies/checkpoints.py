@@ -73,11 +73,7 @@ class Checkpoints:
             path: The folder.
             wait: Return when it is complete.
         """
-        if "://" in str(path):
-            raise ValueError(
-                f"state_dict_type='sharded' writes folders of a file system that all ranks share, got {path}. Give a "
-                "path without a protocol, or set state_dict_type='full'."
-            )
+        _refuse_remote(path)
         rest = collected.rest
         about = Manifest(
             "",
@@ -238,3 +234,21 @@ def refuse_links(trainer: Trainer) -> None:
                 "ModelCheckpoint(save_last='link') with async_save=True would link to a checkpoint that is still being "
                 "written. Set save_last=True, or async_save=False."
             )
+
+
+def refuse_remote_folders(trainer: Trainer) -> None:
+    """Refuse callbacks that would save folders where there are none.
+
+    Raises:
+        ValueError: Naming the path.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        _refuse_remote(getattr(callback, "dirpath", None) or trainer.default_root_dir)
+
+
+def _refuse_remote(path: Any) -> None:
+    if "://" in str(path):
+        raise ValueError(
+            f"state_dict_type='sharded' writes folders of a file system that all ranks share, got {path}. Give a "
+            "path without a protocol, or set state_dict_type='full'."
+        )

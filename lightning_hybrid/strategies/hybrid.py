@@ -146,7 +146,7 @@ class HybridPTDPStrategy(MeasuredStrategy):
     def _group_parameters(self, trainer: Trainer, module: LightningModule) -> ParameterGroups:
         """Make the optimizers over the whole module, and note which parameters they have."""
         self.setup_optimizers(trainer)
-        self.refuse_links(trainer)
+        self.check_callbacks(trainer)
         if not self._is_plain or trainer.accumulate_grad_batches > 1:
             checks.check_module(module, self.ground.mesh.layout, self.options)
             checks.check_steps(module)

@@ -19,7 +19,13 @@ from lightning_hybrid.parallel.checkpoint.stored import StoredState
 from lightning_hybrid.parallel.checkpoint.window import WholeTensors
 from lightning_hybrid.parallel.meta.initialising import has_meta
 from lightning_hybrid.strategies.assembly import Assembly
-from lightning_hybrid.strategies.checkpoints import READER, Checkpoints, load_folder, refuse_links
+from lightning_hybrid.strategies.checkpoints import (
+    READER,
+    Checkpoints,
+    load_folder,
+    refuse_links,
+    refuse_remote_folders,
+)
 from lightning_hybrid.strategies.clipping import Clipping
 from lightning_hybrid.strategies.collecting import collect, looks_at_values, stand_ins
 from lightning_hybrid.strategies.evaluation import Evaluation
@@ -101,14 +107,16 @@ class StatefulStrategy(ProcessStrategy):
     @override
     def _enter(self, trainer: Trainer | None) -> None:
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            self.refuse_links(trainer)
+            self.check_callbacks(trainer)
         super()._enter(trainer)
         self.signals.has_error = lambda: self.checkpoints.has_failed
 
-    def refuse_links(self, trainer: Trainer) -> None:
-        """Refuse links to checkpoints that are written in the background; the module may add callbacks after launch."""
+    def check_callbacks(self, trainer: Trainer) -> None:
+        """Refuse what callbacks could not save; the module may add callbacks after launch."""
         if self.options["async_save"]:
             refuse_links(trainer)
+        if self._writes_folders:
+            refuse_remote_folders(trainer)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
