@@ -134,7 +134,33 @@ def never_stopped(folder):
     return trainer.callback_metrics["train/bits_per_byte"], trainer.lightning_module.state_dict()
 
 
-def test_a_run_that_stops_and_goes_on_in_another_layout_ends_as_if_it_had_not(tmp_path):
+def commanded(folder, path):
+    """Runs two steps more from the command line, from a folder, and two more from the file of that."""
+    sys.argv[1:] = []  # Lightning warns of arguments given twice
+    sizes = {"width": 32, "depth": 4, "heads": 2, "context": 32}
+    model = ["--model=examples.gpt.GPT", *(f"--model.init_args.{name}={number}" for name, number in sizes.items())]
+    data = ["--data=examples.gpt.StandardLibrary", "--data.init_args.context=32"]
+    options = {"accelerator": "cpu", "devices": 1, "limit_val_batches": 0, "log_every_n_steps": 1}
+    options |= {"enable_progress_bar": "false", "strategy": "hybrid_ptdp"}
+    options |= {"logger": "lightning.pytorch.loggers.CSVLogger", "logger.save_dir": folder}
+    trainer = [f"--trainer.{name}={value}" for name, value in options.items()]
+    steps = []
+    for version, most in enumerate((10, 12)):
+        more = [f"--trainer.max_steps={most}", f"--ckpt_path={path}"]
+        main(["fit", "--seed_everything=0", *model, *data, *trainer, *more])
+        logs = folder / f"lightning_logs/version_{version}"
+        with open(logs / "metrics.csv") as metrics:
+            steps.append([int(row["step"]) for row in csv.DictReader(metrics)])
+        (path,) = logs.glob("checkpoints/*.ckpt")
+    return steps
+
+
+@pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before the epoch")
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_run_that_stops_and_goes_on_in_another_layout_ends_as_if_it_had_not(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["lightning-hybrid"])
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of what LightningCLI calls
     folder, file = tmp_path / "folders", tmp_path / "whole.ckpt"
     found = run_trainers(2, checkpoints_example.main, str(folder), timeout=120)
     ((expected, state),) = run_trainers(1, never_stopped, tmp_path / "one")
@@ -143,6 +169,7 @@ def test_a_run_that_stops_and_goes_on_in_another_layout_ends_as_if_it_had_not(tm
     assert main(["checkpoint", "verify", str(folder / "last.ckpt")]) == 0
     assert main(["checkpoint", "export", str(folder / "last.ckpt"), str(file)]) == 0
     assert torch.load(file, weights_only=True)["global_step"] == checkpoints_example.STEPS
+    assert run_trainers(1, commanded, tmp_path / "logs", folder / "last.ckpt") == [[[8, 9], [10, 11]]]
     loaded = GPT.load_from_checkpoint(file).state_dict()
     torch.testing.assert_close(loaded, state, rtol=1e-3, atol=1e-5)  # AdamW's first steps enlarge rounding
 
