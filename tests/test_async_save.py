@@ -106,6 +106,11 @@ class Requeued(Callback):
     def __init__(self, folder):
         self.path, self.at = folder / "hpc_ckpt_1.ckpt", None
 
+    def on_fit_end(self, trainer, pl_module):
+        """Training does not go on, and nothing waits later."""
+        trainer.save_checkpoint(self.path.with_name("end.ckpt"))
+        self.end = verify(self.path.with_name("end.ckpt"))
+
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if self.at is None:
             trainer.save_checkpoint(self.path)
@@ -115,7 +120,7 @@ class Requeued(Callback):
 def requeued(folder):
     requeue = Requeued(folder)
     run(folder, steps=2, callbacks=[requeue], async_save=True)
-    return requeue.at
+    return requeue.at, requeue.end
 
 
 def full_files(folder):
@@ -183,4 +188,4 @@ def test_no_error_of_a_file_is_lost(outcomes):
 
 
 def test_a_save_is_complete_before_slurm_is_asked_for_a_requeue(outcomes):
-    assert [of_rank["requeue"] for of_rank in outcomes[1]] == [1, 1]
+    assert [of_rank["requeue"] for of_rank in outcomes[1]] == [(1, 2), (1, 2)]

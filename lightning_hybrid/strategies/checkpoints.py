@@ -53,6 +53,7 @@ class Checkpoints:
         self._group: dist.ProcessGroup | None = None
         self._unsettled: set[str] = set()  # paths that are being written, or removed
         self._watched: list[Any] = []
+        self._goes_on = False  # from `watch` to `end`: on_fit_end and teardown come later, when nobody waits any more
         self.is_dumping = False
 
     @contextmanager
@@ -136,7 +137,7 @@ class Checkpoints:
         self._background.wait()
         self._unsettled = {os.path.abspath(path)}
         group = self._host_group()
-        if wait or not self.in_background:
+        if wait or not (self.in_background and self._goes_on):
             write(collected, group)
             return
         rest = collected.rest if dist.get_rank() > 0 else copy_of_objects(collected.rest)
@@ -169,6 +170,7 @@ class Checkpoints:
 
     def watch(self, trainer: Trainer) -> None:
         """Let callbacks that look whether a path is free wait for what is still being written or removed there."""
+        self._goes_on = True
         for callback in trainer.checkpoint_callbacks if self.in_background else ():
             if isinstance(callback, ModelCheckpoint):
                 vars(callback)["file_exists"] = partial(self._exists, callback)
@@ -197,6 +199,7 @@ class Checkpoints:
                 raise
             rank_zero_warn(f"A checkpoint was not saved either: {late}")
         finally:
+            self._goes_on = False
             self._background.end()
             for callback in self._watched:
                 vars(callback).pop("file_exists", None)
