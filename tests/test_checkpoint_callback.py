@@ -107,7 +107,7 @@ def without_links(variants):
 @pytest.mark.parametrize(
     "options",
     [
-        {"state_dict_type": "sharded"},
+        pytest.param({"state_dict_type": "sharded"}, marks=pytest.mark.full),
         {"state_dict_type": "sharded", "async_save": True},
         pytest.param({"async_save": True}, marks=pytest.mark.full),
     ],

@@ -249,6 +249,7 @@ RESUMING = "ignore:You're resuming from a checkpoint that ended before the epoch
 
 
 @pytest.mark.filterwarnings(RESUMING)
+@pytest.mark.full  # tests/test_checkpoints.py and the next ones have windows too
 def test_a_window_goes_on_under_any_layout(tmp_path):
     whole, shards, pipeline, host, tensor, holders, copies, both = check(Weighted, tmp_path, CORE)
     assert whole == {"data0"}

@@ -151,6 +151,7 @@ def test_units_of_several_blocks_train_as_in_one_process():
     check(2, MODELS, [2, 3], [4, 4, 4, 4], pipeline=1, microbatches=2)
 
 
+@pytest.mark.full
 def test_units_of_several_blocks_train_as_in_one_process_over_stages():
     check(4, [Deep, Frozen, Checkpointed], [1, 2, 3], [2, 2, 2, 2], pipeline=2, microbatches=3)
 
