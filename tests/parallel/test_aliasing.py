@@ -118,6 +118,21 @@ def test_memory_that_somebody_looks_at_is_not_freed():
     assert run_ranks(2, held) == [(1, True, True, [0, 0, 0, 0])] * 2
 
 
+def seen_by_numpy():
+    """Its storage cannot be resized any more: the shard keeps its memory, and training goes on with right values."""
+    root, data = sharded()
+    data.sharded["first.weight"].to_local().detach().numpy().sum()
+    for _ in range(2):
+        run(root, data, reduce=False)
+        owned = [storage(shard_memory(record)).nbytes() > 0 for record in records(data)]
+        run(root, data, reduce=True)
+    return sum(owned)
+
+
+def test_memory_that_numpy_has_seen_is_not_freed():
+    assert run_ranks(2, seen_by_numpy) == [1, 1]
+
+
 def apart():
     """Types of their own, other devices and stage 3, where parameters are whole for moments, are left as they were."""
     found = []

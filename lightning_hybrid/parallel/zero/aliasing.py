@@ -4,7 +4,7 @@ Shards are cut along the first dimension, so that each is one piece of the memor
 As long as that is there, the shard's DTensor points into it, and the shard's own memory is freed; before it goes, the
 piece is copied back. Optimizers, checkpoints and callbacks may read the shard at any time. What is written to it, or to
 the same elements of the whole parameter, is kept. A view of a shard that is taken meanwhile lasts as long as a view of
-the whole parameter; one that was taken before is noticed, and keeps the shard's memory.
+the whole parameter; one that was taken before is noticed, and keeps the shard's memory; `numpy` does so for good.
 """
 
 from __future__ import annotations
@@ -89,6 +89,9 @@ class _Shard:
         self._gathered = gathered
 
     def _may_go(self) -> bool:
-        """Whether the gathered memory is of one kind with the shard's, and nobody else holds the latter."""
+        """Whether the gathered memory is of one kind with the shard's, and nobody else holds the latter or has.
+
+        A storage that numpy has seen is not resizable any more, even when nobody looks at it.
+        """
         is_ours = shard_memory(self._record) is self._memory and num_holders(self._memory) == self._num_holders
-        return self._is_apt and is_ours
+        return self._is_apt and is_ours and self._storage.resizable()
