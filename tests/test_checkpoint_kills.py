@@ -17,14 +17,14 @@ SHORT = [  # rank, point, save, pipeline, async_save
     (0, "amid the file", OVER, 2, True),
     (1, "tensors sent", NEW, 1, False),
 ]
-RANKS = {**dict.fromkeys(("plan", "first tensor", "amid tensors"), (0, 1)), "tensors sent": (1,)}
+RANKS = {**dict.fromkeys(("plan", "first tensor", "amid tensors", "amid the old data"), (0, 1)), "tensors sent": (1,)}
 ALL = [
     (rank, point, save, 1 + (number + rank + save) % 2, asynchronous)
     for number, point in enumerate(POINTS)
     for rank in RANKS.get(point, (0,))
     for save in (NEW, OVER)
     for asynchronous in (False, True)
-    if save == OVER or point not in ("moved in", "old data gone", "before the old data goes")
+    if save == OVER or point not in ("moved in", "manifest replaced", "amid the old data", "before the old data goes")
 ]
 
 

@@ -374,7 +374,7 @@ def test_gradients_of_16_bits_are_summed_in_the_type_that_is_asked_for():
     cases = [(0, "auto"), (1, "auto"), (2, "auto"), (3, "auto"), (0, "bfloat16"), (3, "bfloat16")]
     for (stage, dtype), (rows, types) in zip(cases, run_trainers(2, summed, cases)[0], strict=True):
         name = "float32" if dtype == "auto" else dtype
-        sums = {("all_reduce", name)} if stage == 0 else {("reduce_scatter", name), ("all_gather", "bfloat16")}
+        sums = {("all_reduce", name)} if stage == 0 else {("all_to_all", name), ("all_gather", "bfloat16")}
         assert rows == sums, (stage, dtype)
         assert types == {torch.bfloat16}
 

@@ -81,10 +81,10 @@ def accumulated(stages):
         trainer = fit(Even(), train, strategy, callbacks=[ledger, same], accumulate_grad_batches=2)
         rows = {row: traffic for row, traffic in ledger.last.items() if row.axis == "data" and row.dtype == "float64"}
         here = sum(p.numel() * 8 for p in trainer.strategy.assembly.engine.named_parameters().values())
-        scattered = [traffic for row, traffic in rows.items() if row.collective == "reduce_scatter"]
+        scattered = [traffic for row, traffic in rows.items() if row.collective == "all_to_all"]
         calls = sum(traffic.calls for traffic in scattered)
         units = len(trainer.strategy.assembly.engine.data.modules)
-        found.append((calls / units, sum(t.wire for t in scattered) / ring_bytes("reduce_scatter", here, 2)))
+        found.append((calls / units, sum(t.wire for t in scattered) / ring_bytes("all_to_all", here, 2)))
         found[-1] += ((same.sums, same.used), weights(trainer))
     return found
 

@@ -51,8 +51,8 @@ def check_formula(pipeline, stage, microbatches, accumulate):
     counted, size = sent(strategy, accumulate)
     number = microbatches * accumulate
     assert sum(counted.values()) == zero_bytes(size, zero_stage=stage, num_ranks=2, num_microbatches=number)
-    once = ring_bytes("reduce_scatter", size, 2)
-    assert counted.get("reduce_scatter", 0) == {0: 0, 1: 1, 2: number, 3: number}[stage] * once
+    once = ring_bytes("all_to_all", size, 2)
+    assert counted.get("all_to_all", 0) == {0: 0, 1: 1, 2: number, 3: number}[stage] * once
 
 
 def check_copies(stage, microbatches):

@@ -217,5 +217,5 @@ def messages():
 
 def test_a_unit_of_several_blocks_travels_in_one_message():
     second, third = run_trainers(2, messages)[0]
-    assert second == {"all_gather": 1, "reduce_scatter": 1}
-    assert third == {"all_gather": 2, "reduce_scatter": 1}
+    assert second == {"all_gather": 1, "all_to_all": 1}
+    assert third == {"all_gather": 2, "all_to_all": 1}

@@ -61,7 +61,7 @@ def test_messages_do_not_grow_with_the_model(pipeline, size):
     shallow, deep = (run_trainers(size, largest, model, stages, pipeline, 2) for model in (Small, Deep))
     assert shallow == deep
     for found in shallow:
-        assert [set(of_stage) for of_stage in found] == [{"all_reduce"}, *[{"all_gather", "reduce_scatter"}] * 3]
+        assert [set(of_stage) for of_stage in found] == [{"all_reduce"}, *[{"all_gather", "all_to_all"}] * 3]
         assert all(size <= 2.5 * BLOCK for of_stage in found for size in of_stage.values())
 
 

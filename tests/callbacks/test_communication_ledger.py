@@ -88,14 +88,14 @@ def check_shards(accumulate):
     """Stage 1: one reduce-scatter of gradients and one all-gather of parameters a step."""
     trainer, ledger = ledger_of(hybrid(1, zero_stage=1), 2, accumulate)
     size = gradient_bytes(trainer)
-    scatter = ledger.last["data", "backward", "reduce_scatter", "float64"]
+    scatter = ledger.last["data", "backward", "all_to_all", "float64"]
     gather = ledger.last["data", "forward", "all_gather", "float64"]
-    assert (scatter.payload, scatter.wire) == (size, ring_bytes("reduce_scatter", size, 2))
+    assert (scatter.payload, scatter.wire) == (size, ring_bytes("all_to_all", size, 2))
     assert (gather.payload, gather.wire) == (size / 2, ring_bytes("all_gather", size, 2))
     assert scatter.wire + gather.wire == ring_bytes("all_reduce", size, 2)
     assert scatter.calls == gather.calls == 1
     assert not any(row.dtype == "float64" and row.axis == "data" for row in ledger.last.keys() - {
-        Row("data", "backward", "reduce_scatter", "float64"), Row("data", "forward", "all_gather", "float64")
+        Row("data", "backward", "all_to_all", "float64"), Row("data", "forward", "all_gather", "float64")
     })  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def four_ranks():
     results = []
     for accumulate in (1, 2):
         trainer, ledger = ledger_of(hybrid(2, zero_stage=1), 2, accumulate, steps=2)
-        count = ledger.last["data", "backward", "reduce_scatter", "float64"]
+        count = ledger.last["data", "backward", "all_to_all", "float64"]
         size = sum(p.numel() * 8 for p in trainer.lightning_module.parameters())
         blocks = len({name.split(".")[0] for name, _ in trainer.lightning_module.blocks.named_parameters()})
         results.append((count.calls, blocks + 1, count.payload, size))

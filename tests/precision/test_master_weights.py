@@ -104,7 +104,7 @@ class Validated(Half):
 def test_a_step_sees_16_bits_and_everybody_else_float32(precision):
     dtype, sums = PRECISIONS[precision], ("all_reduce", "float32")  # of the two odd parameters, in all stages
     name = str(dtype).removeprefix("torch.")
-    spread = {sums, ("reduce_scatter", "float32"), ("all_gather", name)}
+    spread = {sums, ("all_to_all", "float32"), ("all_gather", name)}
     stages = (0, 1, 2, 3)
     for rank in run_trainers(2, types_of, precision, stages):
         for stage, (inside, outside, rows) in zip(stages, rank, strict=True):

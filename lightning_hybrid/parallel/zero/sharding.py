@@ -97,7 +97,8 @@ class Sharded:
         self.modules = [*(module for _, module in self._units), *self._buckets]
         free_early(self._root)
         self._fills = hasattr(self._root, "set_reduce_scatter_unused_params")
-        configure(self._units, self._buckets, zero_stage=zero_stage, fills=self._fills)
+        on_host = mesh.device.type == "cpu"
+        configure(self._units, self._buckets, zero_stage=zero_stage, fills=self._fills, on_host=on_host)
         if fill is not None:
             fill()
         present = dict(root.named_parameters())

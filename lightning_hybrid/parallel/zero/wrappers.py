@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_hybrid.compat import before_backward, is_view
 from lightning_hybrid.functional.trees import leaves_of, map_leaves
 from lightning_hybrid.parallel.pipeline.run import Result
+from lightning_hybrid.parallel.zero.summing import sum_by_exchange
 from lightning_hybrid.parallel.zero.units import Unit
 
 
@@ -77,7 +78,7 @@ def own_memory(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def configure(
-    units: Sequence[tuple[Unit, Any]], buckets: Sequence[FSDPModule], *, zero_stage: int, fills: bool
+    units: Sequence[tuple[Unit, Any]], buckets: Sequence[FSDPModule], *, zero_stage: int, fills: bool, on_host: bool
 ) -> None:
     """Sums are sums; a block fetches its neighbour on the same stage ahead, and nothing else does.
 
@@ -89,10 +90,13 @@ def configure(
         buckets: All else that is gathered together.
         zero_stage: 1, 2 or 3.
         fills: `fully_shard` can take zeros for gradients that are not there.
+        on_host: They are summed in host memory.
     """
     for module in [*(module for _, module in units), *buckets]:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        if on_host:
+            sum_by_exchange(module)
         if fills:  # since torch 2.13
             module.set_reduce_scatter_unused_params(True)
         module.set_modules_to_backward_prefetch([module])  # none but itself, which is gathered

@@ -136,6 +136,22 @@ def test_one_folder_takes_the_place_of_another(saved):
     assert sorted(child.name for child in path.parent.iterdir()) == ["a.ckpt", "file", "other"]
 
 
+def save_over_link(folder):
+    save_sharded(folder / "first.ckpt", parts_of(dist.get_rank()), {"loops": 1}, ABOUT)
+    if dist.get_rank() == 0:
+        (folder / "last.ckpt").symlink_to("first.ckpt")
+    dist.barrier()
+    save_sharded(folder / "last.ckpt", parts_of(dist.get_rank()), {"loops": 2}, ABOUT)
+
+
+def test_a_link_is_replaced_and_not_what_it_leads_to(tmp_path):
+    run_ranks(2, save_over_link, tmp_path)
+    for name, loops in (("first", 1), ("last", 2)):
+        reader = FolderReader(tmp_path / f"{name}.ckpt")
+        assert reader.training() == {"loops": loops}
+        assert all(torch.equal(reader.whole(key), tensor) for key, tensor in wholes().items() if "bool" not in key)
+
+
 def test_what_cannot_be_written_is_an_error_on_all_ranks(saved):
     path, outcomes = saved
     for _, (no_folder, others, no_name) in outcomes:
@@ -236,6 +252,7 @@ def write(path, text):
     data = folders.begin(path)
     (data / "content").write_text(text)
     folders.commit(path, data, Manifest(data.name, {}))
+    folders.clean(path, data.name)
 
 
 def counted(function, left):
