@@ -29,7 +29,7 @@ from lightning_hybrid.parallel.checkpoint.reading import FolderReader
 from lightning_hybrid.parallel.checkpoint.sharded import save_sharded
 from lightning_hybrid.parallel.checkpoint.states import model_parts, optimizer_parts
 
-NUM_RANKS, ROUNDS = 2, 10
+NUM_RANKS, ROUNDS = 2, 20
 ROWS = 2**22  # of four float32 each, 64 MiB
 BATCHES = list(torch.randint(256, (ROUNDS + 1, 2, 33), generator=torch.Generator().manual_seed(0)))
 

@@ -20,6 +20,7 @@ from torch._functorch import vmap
 
 # Tensors without memory that torch.serialization.skip_data saves; torch documents them, but keeps them private.
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 # The only way to see every operation of a step; torch documents it, but keeps it in a private module.
@@ -42,6 +43,11 @@ def storage_key(tensor: Tensor) -> int:
 def untyped(storage: torch.UntypedStorage | torch.TypedStorage) -> torch.UntypedStorage:
     """What torch.save hands to a pickler as a tensor's storage, without its type; the public way to it warns."""
     return storage._untyped_storage if isinstance(storage, torch.TypedStorage) else storage
+
+
+def place_in_file(file: str, offset: int, nbytes: int) -> Any:
+    """What the metadata of a distributed checkpoint says of a tensor; torch's own writers make it themselves."""
+    return _StorageInfo(file, offset, nbytes)
 
 
 def version(tensor: Tensor) -> int:

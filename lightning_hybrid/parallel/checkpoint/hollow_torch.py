@@ -55,10 +55,10 @@ class HollowCheckpoint(Hollow):
     def __init__(self, path: str | os.PathLike[str], checkpoint: Mapping[str, Any]) -> None:
         super().__init__(path)
         try:
-            self._storages = _save(checkpoint, self.file)  # kept: holes go by their identity
-            records = _records(self.file)
-            self._records: dict[Hashable, _Record] = {
-                id(storage): records[number] for number, storage in self._storages.items()
+            self._storages = save_without_elements(checkpoint, self.file)  # kept: holes go by their identity
+            found = records(self.file)
+            self._records: dict[Hashable, Record] = {
+                id(storage): found[number] for number, storage in self._storages.items()
             }
             self.holes = {key: Hole(record.offset, record.nbytes) for key, record in self._records.items()}
             for storage in self._storages.values():
@@ -92,8 +92,16 @@ class HollowCheckpoint(Hollow):
                 write_at(self.file.fileno(), offset, memoryview(struct.pack("<I", self.checksum(hole))))
 
 
-def _save(checkpoint: Mapping[str, Any], file: BinaryIO) -> dict[str, torch.UntypedStorage]:
-    """Write everything but the elements of tensors; gives the storages by their numbers in the file."""
+def save_without_elements(checkpoint: Any, file: BinaryIO) -> dict[str, torch.UntypedStorage]:
+    """Write everything but the elements of tensors.
+
+    Args:
+        checkpoint: Anything that torch.save takes.
+        file: An empty one on the disk.
+
+    Returns:
+        The storages by their numbers in the file.
+    """
     storages: dict[str, torch.UntypedStorage] = {}
 
     class Pickler(pickle.Pickler):
@@ -117,17 +125,7 @@ def _save(checkpoint: Mapping[str, Any], file: BinaryIO) -> dict[str, torch.Unty
     return storages
 
 
-def begin_of_record(offset: int, header: bytes) -> int:
-    """First byte of what a record of a zip archive holds.
-
-    Args:
-        offset: First byte of the record's local header.
-        header: Its first `LOCAL_SIZE` bytes, which are followed by a name and extra fields of any length.
-    """
-    return offset + LOCAL_SIZE + sum(struct.unpack("<HH", header[26:30]))
-
-
-class _Record(NamedTuple):
+class Record(NamedTuple):
     """A storage in the archive: first byte, length, and where its checksum is written."""
 
     offset: int
@@ -135,7 +133,7 @@ class _Record(NamedTuple):
     checksums: tuple[int, ...]
 
 
-def _records(file: BinaryIO) -> dict[str, _Record]:
+def records(file: BinaryIO) -> dict[str, Record]:
     """The archive's storages by their numbers."""
     handle, found = file.fileno(), {}
     with zipfile.ZipFile(file) as archive:
@@ -145,7 +143,7 @@ def _records(file: BinaryIO) -> dict[str, _Record]:
         local = os.pread(handle, LOCAL_SIZE, record.header_offset)
         assert head.startswith(CENTRAL), f"no entry of the zip archive at byte {entry}"
         assert local.startswith(LOCAL), f"no record of the zip archive at byte {record.header_offset}"
-        offset = begin_of_record(record.header_offset, local)
+        offset = record.header_offset + LOCAL_SIZE + sum(struct.unpack("<HH", local[26:30]))  # name, extra fields
         checksums = [entry + 16]
         entry += CENTRAL_SIZE + sum(struct.unpack("<HHH", head[28:34]))
         end = offset + record.file_size
@@ -153,5 +151,5 @@ def _records(file: BinaryIO) -> dict[str, _Record]:
             checksums.append(end + 4)
         folder, _, number = record.filename.rpartition("/")
         if folder.endswith("/data"):
-            found[number] = _Record(offset, record.file_size, tuple(checksums))
+            found[number] = Record(offset, record.file_size, tuple(checksums))
     return found

@@ -7,7 +7,8 @@ NAME.ckpt/
 ```
 
 A new checkpoint is written beside the target and moved in. Over an old one, its data folder is moved in first, and then
-the manifest is replaced, which is one atomic step; the old data folder goes last. So whatever is cut short, the folder
+the manifest is replaced, which is one atomic step; the old data folder goes last, and all ranks remove their share of
+it, for that takes a fifth of the time of writing. So whatever is cut short, the folder
 is one complete checkpoint, or has a hidden name.
 """
 
@@ -103,7 +104,7 @@ def begin(path: Path) -> Path:
 
 
 def commit(path: Path, data: Path, manifest: Manifest) -> None:
-    """Make what was written the checkpoint at `path`, in place of what is there.
+    """Make what was written the checkpoint at `path`, in place of what is there, which `clean` removes afterwards.
 
     Args:
         path: The target.
@@ -116,16 +117,28 @@ def commit(path: Path, data: Path, manifest: Manifest) -> None:
     sync(partial)
     if (path / FILE).exists() and not path.is_symlink():
         with suppress(RuntimeError):  # of a damaged one it is not known what it names
-            _clean(path, read_manifest(path).data)
+            clean(path, read_manifest(path).data)
         data.rename(path / data.name)
         sync(path)
         (partial / FILE).replace(path / FILE)
         sync(path)
-        _clean(path, data.name)
         partial.rmdir()
     else:
         put_aside(path, partial.rename)
     sync(path.parent)
+
+
+def files_to_replace(path: Path) -> list[Path]:
+    """Files of the checkpoint that a new one takes the place of; none if that is a link, whose target stays."""
+    folders = [] if path.is_symlink() else path.glob(f"{DATA}*")
+    return sorted(file for folder in folders for file in folder.iterdir())
+
+
+def clean(path: Path, kept: str) -> None:
+    """Remove data folders but the one that the manifest names: replaced ones, and what interrupted saves have left."""
+    for child in path.glob(f"{DATA}*"):
+        if child.name != kept:
+            shutil.rmtree(child)
 
 
 def put_file(partial: Path, path: Path) -> None:
@@ -206,13 +219,6 @@ def _is_rest(folder: Path) -> bool:
     """Whether a folder is what a removal has left that was cut short."""
     children = [child.name for child in folder.iterdir()]
     return all(name == FILE or name.startswith(DATA) for name in children)
-
-
-def _clean(path: Path, kept: str) -> None:
-    """Remove data folders that the manifest does not name: an interrupted save may have left one."""
-    for child in path.glob(f"{DATA}*"):
-        if child.name != kept:
-            shutil.rmtree(child)
 
 
 def _number(name: str) -> int:

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
+from lightning_hybrid.compat import place_in_file
 from lightning_hybrid.functional.boxes import Box
 from lightning_hybrid.parallel.checkpoint import manifest as folders
 from lightning_hybrid.parallel.checkpoint.entries import Chunk, Entry, Manifest
+from lightning_hybrid.parallel.checkpoint.frames import FrameWriter, Written
 from lightning_hybrid.parallel.checkpoint.parts import Parts
-from lightning_hybrid.parallel.checkpoint.planner import PartsSavePlanner, begin_of_elements, key_of
+from lightning_hybrid.parallel.checkpoint.planner import PartsSavePlanner, key_of
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,10 @@ class Writer(FileSystemWriter):
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assert isinstance(planner, PartsSavePlanner)
-        written = super().write_data(plan, planner).wait()
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         done: Future[list[WriteResult]] = Future()
-        files = {r.storage_data.relative_path for r in written}
-        with ExitStack() as stack:
-            opened = {file: stack.enter_context((self._folder / file).open("rb")) for file in files}
-            done.set_result([_checked(r, opened[r.storage_data.relative_path], planner.checksums) for r in written])
+        with closing(FrameWriter(self._folder / name)) as file:
+            done.set_result([_written(item, file.write(planner.resolve_data(item)), name) for item in plan.items])
         return done
 
     @override
@@ -84,9 +84,9 @@ class Writer(FileSystemWriter):
         )
 
 
-def _checked(result: WriteResult, file: BinaryIO, checksums: Mapping[tuple[str, tuple[int, ...]], int]) -> Checked:
-    begin = begin_of_elements(file, result.storage_data.offset, result.storage_data.length)
-    return Checked(**vars(result), crc32=checksums[key_of(result.index)], begin=begin)
+def _written(item: WriteItem, written: Written, file: str) -> Checked:
+    place = place_in_file(file, written.offset, written.nbytes)
+    return Checked(item.index, written.nbytes, place, written.crc32, written.begin)
 
 
 def save_sharded(
@@ -111,16 +111,7 @@ def save_sharded(
     """
     target = Path(path)
     rank = dist.get_rank(group)
-    box: list[Any] = [None]
-    if rank == 0:
-        try:
-            box = [folders.begin(target)]
-        except (OSError, ValueError) as error:  # a name that cannot be one is a ValueError
-            box = [error]
-    dist.broadcast_object_list(box, group=group, group_src=0)
-    if isinstance(box[0], Exception):
-        raise box[0]
-    data: Path = box[0]
+    data, replaced = _begin(target, group)
 
     def complete(tensors: dict[str, Entry]) -> None:
         with (data / folders.TRAINING).open("wb") as file:
@@ -137,3 +128,31 @@ def save_sharded(
             folders.discard(data.parent)
         failures = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in error.failures.items())
         raise OSError(f"The checkpoint {target} was not saved: {failures}. What was there before still is.") from error
+    _remove(replaced, group)
+    if rank == 0:
+        with suppress(OSError):
+            folders.clean(target, data.name)
+
+
+def _begin(target: Path, group: dist.ProcessGroup | None) -> tuple[Path, list[Path]]:
+    """The folder to write to, and the files that go when it is complete."""
+    box: list[Any] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            box = [(folders.begin(target), folders.files_to_replace(target))]
+        except (OSError, ValueError) as error:  # a name that cannot be one is a ValueError
+            box = [error]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    if isinstance(box[0], Exception):
+        raise box[0]
+    found: tuple[Path, list[Path]] = box[0]
+    return found
+
+
+def _remove(files: list[Path], group: dist.ProcessGroup | None) -> None:
+    """Remove files that belong to no checkpoint any more, each rank its share; what is left, the next save removes."""
+    if files:
+        for file in files[dist.get_rank(group) :: dist.get_world_size(group)]:
+            with suppress(OSError):
+                file.unlink()
+        dist.barrier(group)
