@@ -530,3 +530,13 @@ def test_a_context_is_around_the_collection_of_a_checkpoint_alone(tmp_path):
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     assert entered == ["in", "out"]
     assert torch.load(tmp_path / "a.ckpt", weights_only=True)["global_step"] == 2
+
+
+def test_places_in_files_are_what_torch_reads():
+    place = compat.place_in_file("__0_0.distcp", 64, 128)
+    assert (place.relative_path, place.offset, place.length, place.transform_descriptors) == (
+        "__0_0.distcp",
+        64,
+        128,
+        None,
+    )

@@ -1,0 +1,1 @@
+"""Mixtures of experts: routers and a layer that works in any model."""

@@ -1,0 +1,1 @@
+"""Experts split over a part of the data axis."""

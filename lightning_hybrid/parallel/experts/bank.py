@@ -1,0 +1,55 @@
+"""What a strategy knows of experts: a module that computes them all, with parameters stacked over the experts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor, nn
+
+from lightning_hybrid.parallel.experts.exchange import TokenExchange
+
+
+class ExpertBank(nn.Module, ABC):
+    """Experts of one layer. Dimension 0 of each parameter counts them.
+
+    Args:
+        num_experts: Of the whole layer.
+
+    Attributes:
+        num_experts: The same.
+        exchange: Set by a strategy that has split the experts over ranks; None where all are here.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.exchange: TokenExchange | None = None
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Send each token through its expert, wherever that is.
+
+        Args:
+            tokens: [P, D], sorted by expert; P may be 0.
+            counts: [num_experts], int64: how many each expert gets.
+
+        Returns:
+            [P, D], in the order of the tokens.
+        """
+        if self.exchange is None:
+            return self.compute(tokens, counts)
+        arrived, here, back = self.exchange.dispatch(tokens, counts)
+        return back(self.compute(arrived, here))
+
+    @abstractmethod
+    def compute(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Send tokens through the experts that are here.
+
+        All parameters take part, so that each has a gradient, of zeros where its expert got no token.
+
+        Args:
+            tokens: [R, D], sorted by expert; R may be 0.
+            counts: Of each expert that is here, how many it gets; as many as dimension 0 of the parameters.
+
+        Returns:
+            [R, D].
+        """
