@@ -5,7 +5,7 @@ Plain replication does not need `fully_shard`: a few flat all-reduces a step are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.parallel.checkpoint.places import Place, on_parameter
 from lightning_hybrid.parallel.gradients import sum_gradients
-from lightning_hybrid.parallel.mesh import Mesh
+from lightning_hybrid.parallel.mesh import Mesh, Peers
 from lightning_hybrid.parallel.pipeline.cut import StageCut
 from lightning_hybrid.parallel.pipeline.run import Result
 from lightning_hybrid.parallel.reduction import Reduction
@@ -76,6 +76,9 @@ class DataParallel(Protocol):
     def scatter(self) -> None:
         """Let go of whole parameters, so that the next forward pass gathers what the optimizer has changed."""
 
+    def whole(self) -> AbstractContextManager[None]:
+        """Context in which all parameters are whole; all replicas enter it together."""
+
     def apart(self, number: int, *, wanted: bool) -> AbstractContextManager[None]:
         """Context in which replicas may run different forward passes, and other numbers of them."""
 
@@ -90,6 +93,7 @@ class Replicated:
         reduce_dtype: Type in which gradients are summed; None takes each parameter's own.
         param_dtype: 16-bit type in which modules show float32 parameters while a step runs; it will not be trained
             before `Sharded` takes over.
+        experts: Parameters of experts that are split over the data axis: fewer ranks have the same.
     """
 
     def __init__(
@@ -99,11 +103,12 @@ class Replicated:
         mesh: Mesh,
         reduce_dtype: torch.dtype | None = None,
         param_dtype: torch.dtype | None = None,
+        experts: Collection[nn.Parameter] = (),
     ) -> None:
-        self._cut, self._root, self._group, self._dtype = cut, root, mesh.data_group, reduce_dtype
-        self._param_dtype = param_dtype
+        self._cut, self._root, self._mesh, self._dtype = cut, root, mesh, reduce_dtype
+        self._param_dtype, self._experts = param_dtype, set(experts)
         self._stages: dict[int, list[nn.Parameter]] = {}
-        self._reduction: Reduction | None = None
+        self._reductions: list[Reduction] = []
         self._reduce = False
         self._order: list[tuple[int, int]] = []
 
@@ -117,7 +122,7 @@ class Replicated:
 
     def begin(self, backwards: Backwards, *, reduce: bool, hold: bool = False) -> None:
         """The last backward of each stage makes gradients final."""
-        self._order, self._index, self._reduce = list(backwards), 0, reduce and self._group.size() > 1
+        self._order, self._index, self._reduce = list(backwards), 0, reduce and self._mesh.layout.data > 1
         self._last = {stage: index for index, (stage, _) in enumerate(self._order)}
         if self._reduce:
             self._prepare()
@@ -126,31 +131,33 @@ class Replicated:
         """Start what the last backward of another stage has left, and look out for what this one makes final."""
         index = self._index
         self._index += 1
-        if self._reduction is None or not self._reduce or self._last[stage] != index:
+        if not self._reduce or self._last[stage] != index:
             return
-        for other, last in self._last.items():
-            if last < index:
-                self._reduction.complete(self._stages[other])
-        self._reduction.watch(self._stages[stage])
-        if index == len(self._order) - 1:
-            self._reduction.watch(self._stages[OUTSIDE])
+        for reduction in self._reductions:
+            for other, last in self._last.items():
+                if last < index:
+                    reduction.complete(self._stages[other])
+            reduction.watch(self._stages[stage])
+            if index == len(self._order) - 1:
+                reduction.watch(self._stages[OUTSIDE])
 
     def finish(self) -> None:
         """Wait for the sums over the replicas."""
         if not self._reduce:
             return
         known = set[nn.Parameter]()
-        if self._reduction is not None:
-            self._reduction.finish()
-            known.update(self._reduction.parameters)
+        for reduction in self._reductions:
+            reduction.finish()
+            known.update(reduction.parameters)
         # those that were frozen since the window began
         others = [p for p in self._root.parameters() if p.requires_grad and p not in known]
-        sum_gradients(others, self._group, at_least=self._dtype)
+        for peers, parameters in self._by_peers(others):
+            sum_gradients(parameters, peers.group, at_least=self._dtype)
 
     def abandon(self) -> None:
         """Watch no backward pass that may follow elsewhere."""
-        if self._reduction is not None:
-            self._reduction.reset()
+        for reduction in self._reductions:
+            reduction.reset()
 
     def restart(self) -> None:
         """Nothing is gathered."""
@@ -161,7 +168,8 @@ class Replicated:
 
     def places(self, name: str, parameter: nn.Parameter) -> list[Place]:
         """Each replica has its own."""
-        return [on_parameter(parameter, "data", self._group.rank(), self._group.size())]
+        peers = self._mesh.experts if parameter in self._experts else self._mesh.dense
+        return [on_parameter(parameter, "data", peers.rank, peers.size)]
 
     def unused_parameters(self) -> set[str]:
         """None of them has a gradient."""
@@ -176,6 +184,10 @@ class Replicated:
     def scatter(self) -> None:
         """Everything stays whole."""
 
+    def whole(self) -> AbstractContextManager[None]:
+        """Everything is."""
+        return nullcontext()
+
     def apart(self, number: int, *, wanted: bool) -> AbstractContextManager[None]:
         """They always may."""
         return nullcontext()
@@ -184,12 +196,21 @@ class Replicated:
         """Make the buckets, anew where parameters have been frozen or thawed."""
         stages = self._parameters_of_stages()
         parameters = [parameter for of_stage in stages.values() for parameter in of_stage]
-        known = self._reduction.parameters if self._reduction else []
-        if len(known) != len(parameters) or any(a is not b for a, b in zip(known, parameters, strict=True)):
-            self._reduction = Reduction(parameters, self._group, self._dtype) if parameters else None
-        elif self._reduction is not None:
-            self._reduction.reset()
+        known = [parameter for reduction in self._reductions for parameter in reduction.parameters]
+        wanted = [(peers, some) for peers, some in self._by_peers(parameters) if some and peers.size > 1]
+        ordered = [parameter for _, of_peers in wanted for parameter in of_peers]
+        if len(known) != len(ordered) or any(a is not b for a, b in zip(known, ordered, strict=True)):
+            self._reductions = [Reduction(of_peers, peers.group, self._dtype) for peers, of_peers in wanted]
+        else:
+            for reduction in self._reductions:
+                reduction.reset()
         self._stages = stages
+
+    def _by_peers(self, parameters: Sequence[nn.Parameter]) -> list[tuple[Peers, list[nn.Parameter]]]:
+        """Parameters of experts are summed over others than the rest."""
+        rest = [parameter for parameter in parameters if parameter not in self._experts]
+        mine = [parameter for parameter in parameters if parameter in self._experts]
+        return [(self._mesh.dense, rest), (self._mesh.experts, mine)]
 
     def _parameters_of_stages(self) -> dict[int, list[nn.Parameter]]:
         """The stages from the last to the first, then what lies outside the blocks; in each, the last one first."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lightning_hybrid.functional.lowering import lower
 from lightning_hybrid.functional.schedules import Kind, choose, forward_only
-from lightning_hybrid.parallel.data_parallel import broadcast_buffers
+from lightning_hybrid.parallel.data_parallel import broadcast_buffers, maxima
+from lightning_hybrid.parallel.experts.parallel import ExpertParallel
 from lightning_hybrid.parallel.holdings import Holdings
 from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.pipeline.cut import StageCut
@@ -39,6 +40,7 @@ class Engine(Holdings):
         zero: How states are sharded over the data axis.
         seed: Base of all random numbers drawn in steps; the same on every rank.
         tensor: What tensor parallelism has made of the model; None on a tensor axis of one rank.
+        experts: What expert parallelism has made of it; None where experts are not split.
 
     Attributes:
         planner: Keeps plans; None on a pipeline of one stage.
@@ -57,14 +59,16 @@ class Engine(Holdings):
         zero: Zero,
         seed: int,
         tensor: TensorParallel | None = None,
+        experts: ExpertParallel | None = None,
     ) -> None:
-        super().__init__(root, cut, mesh, zero, tensor)
+        super().__init__(root, cut, mesh, zero, tensor, experts)
         self.num_stages = mesh.layout.pipeline * num_chunks
         self.num_samples = 1
         self.executor = Executor(mesh, self.num_stages)
         self.seed = seed
         self.planner = Planner(cut, mesh, self._run_probe, self._around_probe) if cut is not None else None
         self._runs: dict[tuple[int, int], StageRun] = {}
+        self._evaluation = ExitStack()
         size = mesh.layout.pipeline
         self._program = cache(lambda m: lower(choose(schedule, size, m, num_chunks), self.num_stages))
         self._forward_program = cache(lambda m: lower(forward_only(size, m, num_chunks), self.num_stages))
@@ -83,7 +87,23 @@ class Engine(Holdings):
             step: What this replica is going to run; without keys if that is nothing.
         """
         new = self.planner is not None and not self.planner.knows(step)
-        return self.data.apart(len(step.keys), wanted=new)
+        return self._apart(len(step.keys), wanted=new)
+
+    @contextmanager
+    def _apart(self, number: int, *, wanted: bool) -> Iterator[None]:
+        with self.data.apart(number, wanted=wanted):
+            if self.experts is None or not self.experts.differ(number, wanted=wanted):
+                yield
+                return
+            with self.data.whole(), self.experts.with_all():
+                yield
+
+    def spread(self, number: int) -> tuple[int, int]:
+        """Least and most over the replicas, where all must run equally many passes; they call it together."""
+        if self.mesh.layout.data == 1 or (self.zero.stage < 2 and self.experts is None):
+            return number, number
+        least, most = maxima(self.mesh, -number, number)
+        return -least, most
 
     def watch(self, make_step: Callable[[], Step]) -> None:
         """See in a dry run what the first step to train reads, if that matters; a pipeline's probes see it by the way.
@@ -105,7 +125,7 @@ class Engine(Holdings):
             RuntimeError: If a value of another stage was used.
         """
         if self.planner is not None:
-            with self.data.apart(len(step.keys), wanted=True):
+            with self._apart(len(step.keys), wanted=True):
                 self.planner.renew(step, training=training)
             self.data.scatter()  # the optimizer is about to change the shards
 
@@ -194,10 +214,13 @@ class Engine(Holdings):
         """
         if self.zero.stage < 3 or not is_regular:
             self.data.gather()
+        if self.experts is not None and not is_regular:
+            self._evaluation.enter_context(self.experts.with_all())
         broadcast_buffers(self.root, self.mesh)
 
     def finish_evaluation(self) -> None:
         """Let go of gathered parameters."""
+        self._evaluation.close()
         self.data.scatter()
 
     def timeline(self) -> list[Event]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from lightning_hybrid.functional.splits import Split
 from lightning_hybrid.parallel.checkpoint.places import Place
 from lightning_hybrid.parallel.data_parallel import DataParallel
+from lightning_hybrid.parallel.experts.parallel import ExpertParallel
 from lightning_hybrid.parallel.gradients import sum_gradients, take_gradients
-from lightning_hybrid.parallel.mesh import Mesh
+from lightning_hybrid.parallel.mesh import Mesh, Peers
 from lightning_hybrid.parallel.pipeline.cut import StageCut
 from lightning_hybrid.parallel.pipeline.ownership import Ownership, settle
 from lightning_hybrid.parallel.pipeline.plan import Needs
@@ -19,6 +22,20 @@ from lightning_hybrid.parallel.tensor.parallel import TensorParallel
 from lightning_hybrid.parallel.zero.accumulation import HostAccumulation
 from lightning_hybrid.parallel.zero.sharding import Sharded
 from lightning_hybrid.parallel.zero.zero import Zero
+
+
+class Share(NamedTuple):
+    """What one of several ranks has of a tensor.
+
+    Attributes:
+        split: How it is dealt out.
+        size: Number of ranks.
+        rank: Which of them this is.
+    """
+
+    split: Split
+    size: int
+    rank: int
 
 
 class Holdings:
@@ -30,6 +47,7 @@ class Holdings:
         mesh: Groups of this rank.
         zero: How states are sharded over the data axis.
         tensor: What tensor parallelism has made of the model; None on a tensor axis of one rank.
+        experts: What expert parallelism has made of it; None where experts are not split.
 
     Attributes:
         data: Gathers parameters and sums gradients over the replicas.
@@ -40,13 +58,19 @@ class Holdings:
     """
 
     def __init__(
-        self, root: nn.Module, cut: StageCut | None, mesh: Mesh, zero: Zero, tensor: TensorParallel | None
+        self,
+        root: nn.Module,
+        cut: StageCut | None,
+        mesh: Mesh,
+        zero: Zero,
+        tensor: TensorParallel | None,
+        experts: ExpertParallel | None,
     ) -> None:
-        self.root, self.cut, self.mesh, self.zero, self.tensor = root, cut, mesh, zero, tensor
-        self.data: DataParallel = zero.start(root, cut, mesh)
+        self.root, self.cut, self.mesh, self.zero, self.tensor, self.experts = root, cut, mesh, zero, tensor, experts
+        self.data: DataParallel = zero.start(root, cut, mesh, experts)
         self.ownership: Ownership | None = None
         self.accumulation = HostAccumulation() if zero.accumulates_on_host else None
-        self.reads = zero.watch(root, mesh)
+        self.reads = zero.watch(root, mesh, experts)
         self._whole: dict[str, nn.Parameter] | None = None
         self.in_window = False
         self._trained = set[nn.Parameter]()  # those that may have got gradients in this window
@@ -54,7 +78,8 @@ class Holdings:
     @property
     def is_partial(self) -> bool:
         """Whether this rank has only some of the parameters, or slices or shards of them."""
-        return self.cut is not None or self.tensor is not None or isinstance(self.data, Sharded)
+        split = self.tensor is not None or self.experts is not None
+        return self.cut is not None or split or isinstance(self.data, Sharded)
 
     @property
     def stand_ins(self) -> Collection[str]:
@@ -77,7 +102,8 @@ class Holdings:
         else:
             self.ownership = Ownership({name: (0,) for name, _ in self.root.named_parameters()}, {}, {}, {}, [])
         if self.zero.shards(self.mesh):
-            self.data = self.zero.shard(self.root, self.cut, self.mesh, self.ownership.callers, self.reads)
+            callers = self.ownership.callers
+            self.data = self.zero.shard(self.root, self.cut, self.mesh, callers, self.reads, self.experts)
         self.reads = None
         self._whole = dict(self.root.named_parameters())
         return self.ownership
@@ -140,6 +166,24 @@ class Holdings:
             return self.cut.parameters
         return dict(self.root.named_parameters()) if self._whole is None else self._whole
 
+    def peers(self, name: str) -> Peers:
+        """Ranks that have a parameter, or shards of it, from other samples' point of view."""
+        is_split = self.experts is not None and name in self.experts.splits
+        return self.mesh.experts if is_split else self.mesh.dense
+
+    def share(self, name: str) -> Share | None:
+        """How a parameter is dealt out to ranks that each have something else of it; None if it is not."""
+        if self.tensor is not None and name in self.tensor.splits:
+            return Share(self.tensor.splits[name], self.tensor.axis.size, self.tensor.axis.rank)
+        if self.experts is not None and name in self.experts.splits:
+            return Share(self.experts.splits[name], self.experts.size, self.experts.rank)
+        return None
+
+    def part(self, name: str, whole: Any) -> Any:
+        """This rank's share of a whole value of a parameter, or of an optimizer's state of the same shape."""
+        whole = whole if self.tensor is None else self.tensor.part(name, whole)
+        return whole if self.experts is None else self.experts.part(name, whole)
+
     def counted_parameters(self) -> list[nn.Parameter]:
         """Those that this rank counts in a norm: over the world, each parameter, slice or shard of one exactly once."""
         return [parameter for name, parameter in self.named_parameters().items() if self._counts(name)]
@@ -156,8 +200,8 @@ class Holdings:
             sum_gradients(self.deferred_parameters(), group, at_least=torch.float32, device=device)
 
     def _counts(self, name: str) -> bool:
-        is_sharded = isinstance(self.data, Sharded) and name in self.data.sharded
-        if (self.mesh.replicate_rank if is_sharded else self.mesh.data_rank) > 0:
+        is_sharded, peers = isinstance(self.data, Sharded) and name in self.data.sharded, self.peers(name)
+        if (peers.copy if is_sharded else peers.rank) > 0:
             return False
         is_split = self.tensor is not None and name in self.tensor.splits
         owns = self.ownership is None or self.cut is None or self.ownership.owner(name) == self.mesh.pipeline_rank

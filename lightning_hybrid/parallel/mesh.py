@@ -7,7 +7,7 @@ whoever the peers are; with a communicator for each direction between two ranks,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -25,19 +25,24 @@ class Layout:
         data: Size of the data axis.
         tensor: Size of the tensor axis.
         replicate: Groups on the data axis that each hold all shards; slower than the ranks within a group.
+        expert: Neighbours on the data axis over which experts are split; every rank of such a group sees other samples.
     """
 
     pipeline: int
     data: int
     tensor: int = 1
     replicate: int = 1
+    expert: int = 1
 
     @classmethod
-    def of_world(cls, world_size: int, *, pipeline: int, tensor: int = 1, replicate: int = 1) -> Layout:
+    def of_world(
+        cls, world_size: int, *, pipeline: int, tensor: int = 1, replicate: int = 1, expert: int = 1
+    ) -> Layout:
         """The layout that fills `world_size` processes.
 
         Raises:
-            ValueError: If `world_size` is not a multiple of pipeline times tensor, or the data axis not of `replicate`.
+            ValueError: If `world_size` is not a multiple of pipeline times tensor, the data axis not of `replicate`, or
+                a copy of the shards not of `expert`.
         """
         model = pipeline * tensor
         if world_size % model:
@@ -52,7 +57,15 @@ class Layout:
                 f"replicate_size={replicate} does not divide the data axis: {world_size} processes are {data} replicas "
                 f"of {model}. Choose a divisor of {data}."
             )
-        return cls(pipeline, data, tensor, replicate)
+        if data // replicate % expert:
+            copies = (
+                f", and replicate_size={replicate} leaves {data // replicate} in each copy" if replicate > 1 else ""
+            )
+            raise ValueError(
+                f"expert_parallel_size={expert} does not divide the data axis: {world_size} processes are {data} "
+                f"replicas of {model}{copies}. Choose a divisor of {data // replicate}."
+            )
+        return cls(pipeline, data, tensor, replicate, expert)
 
     @property
     def world_size(self) -> int:
@@ -80,15 +93,46 @@ class Layout:
         return pipeline, data, tensor
 
 
+@dataclass(frozen=True)
+class Peers:
+    """Ranks that hold the same stages of something, whole or each a shard, and see different samples.
+
+    Attributes:
+        group: They.
+        replicate: Copies that they hold of all shards.
+        device_mesh: Makes what torch's own functions take: one dimension of shards, or copies by shards.
+    """
+
+    group: dist.ProcessGroup
+    replicate: int
+    device_mesh: Callable[[], DeviceMesh]
+
+    @property
+    def size(self) -> int:
+        """How many."""
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank among them."""
+        return self.group.rank()
+
+    @property
+    def copy(self) -> int:
+        """Which of the copies this rank has a shard of."""
+        return self.rank // (self.size // self.replicate)
+
+
 class Mesh:
     """The groups of one rank. Made by all ranks together; the default group must exist.
 
     Attributes:
         pipeline_group: Ranks of one replica at this tensor rank, in pipeline order.
         data_group: Ranks that hold the same stages and see different samples.
-        shard_group: Those of them that hold the shards of one copy; the data group where there is one copy.
-        replicate_group: Those of them that hold copies of the same shards.
         tensor_group: Ranks that hold slices of the same matrices, in tensor order; they see the same samples.
+        expert_group: Neighbours on the data axis that together hold all experts, in the experts' order.
+        experts: Who has the same experts as this rank; `dense` where experts are not split.
+        dense: Who has the same of everything else: the data axis.
         channels: For (forward, lower rank), the two pipeline ranks on both sides of a boundary; the last rank's upper
             neighbour is the first. Only those of this rank's own boundaries.
     """
@@ -122,8 +166,9 @@ class Mesh:
         self.pipeline_group = self.group(pipelines, "pipeline")
         self.data_group = self.group(datas, "data")
         self.tensor_group = self.group(tensors, "tensor")
-        self.replicate_rank = self.data_rank // layout.shard
-        self.shard_group, self.replicate_group = self._groups_of_shards(datas)
+        self.dense = self._peers(datas, layout.replicate, "data")
+        self.expert_rank = self.data_rank % layout.expert
+        self.experts, self.expert_group = self._experts(datas)
         self.channels: dict[tuple[bool, int], dist.ProcessGroup] = {}
         for lower in range(layout.pipeline if layout.pipeline > 1 else 0):
             pairs = [[ranks[lower], ranks[(lower + 1) % layout.pipeline]] for ranks in pipelines]
@@ -146,13 +191,32 @@ class Mesh:
         assert mine is not None, "a partition covers every rank"
         return mine
 
-    def _groups_of_shards(self, datas: list[list[int]]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        size = self.layout.shard
-        if self.layout.replicate == 1:
-            return self.data_group, self.data_group
-        shards = [ranks[i : i + size] for ranks in datas for i in range(0, len(ranks), size)]
-        copies = [ranks[i::size] for ranks in datas for i in range(size)]
-        return self.group(shards, "data shard"), self.group(copies, "data replicate")
+    def _experts(self, datas: list[list[int]]) -> tuple[Peers, dist.ProcessGroup | None]:
+        """Who has the same experts, and who has the others."""
+        size = self.layout.expert
+        if size == 1:
+            return self.dense, None
+        same = [ranks[i::size] for ranks in datas for i in range(size)]
+        together = [ranks[i : i + size] for ranks in datas for i in range(0, len(ranks), size)]
+        replicate = self.layout.replicate if self.layout.shard > 1 else self.layout.replicate // size
+        return self._peers(same, replicate, "expert data"), self.group(together, "expert")
+
+    def _peers(self, partition: list[list[int]], replicate: int, name: str) -> Peers:
+        """This rank's of a partition of the world, each part of which holds `replicate` copies of something."""
+        mine = next(ranks for ranks in partition if self.rank in ranks)
+        group = self.data_group if mine == self.data_ranks else self.group(partition, name)
+        kind, size = self.device.type, len(mine) // replicate
+        if replicate == 1:
+            return Peers(group, 1, lambda: DeviceMesh.from_group(group, kind, mesh_dim_names=("shard",)))
+        shards = [ranks[i : i + size] for ranks in partition for i in range(0, len(ranks), size)]
+        copies = [ranks[i::size] for ranks in partition for i in range(size)]
+        groups = [self.group(copies, f"{name} replicate"), self.group(shards, f"{name} shard")]
+        ranks = torch.tensor(mine).view(replicate, -1)
+        return Peers(
+            group,
+            replicate,
+            lambda: DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=("replicate", "shard")),
+        )
 
     def _group_of(self, disjoint: Iterable[list[int]], name: str) -> dist.ProcessGroup | None:
         mine = None
@@ -161,15 +225,6 @@ class Mesh:
             if self.rank in ranks:
                 mine = group
         return mine
-
-    def data_mesh(self) -> DeviceMesh:
-        """The data axis as torch's own functions take it: one dimension of shards, or copies by shards."""
-        kind = self.device.type
-        if self.layout.replicate == 1:
-            return DeviceMesh.from_group(self.data_group, kind, mesh_dim_names=("shard",))
-        ranks = torch.tensor(self.data_ranks).view(self.layout.replicate, -1)
-        groups = [self.replicate_group, self.shard_group]
-        return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
     def rank_of_stage(self, stage: int) -> int:
         """World rank in this replica that owns a (global) stage."""

@@ -79,8 +79,9 @@ class Reduction:
             bucket.missing, bucket.views, bucket.work = set(bucket.parameters), [], None
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """From now on a gradient of these is final when a backward pass has added to it."""
-        self._hooks += [parameter.register_post_accumulate_grad_hook(self._is_final) for parameter in parameters]
+        """From now on a gradient of these is final when a backward pass has added to it; others are left alone."""
+        own = [parameter for parameter in parameters if parameter in self._bucket_of]
+        self._hooks += [parameter.register_post_accumulate_grad_hook(self._is_final) for parameter in own]
 
     def unwatch(self) -> None:
         """Let backward passes alone."""
@@ -89,9 +90,10 @@ class Reduction:
         self._hooks.clear()
 
     def complete(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The gradients of these are final, and those that are not there will not come."""
+        """The gradients of these are final, and those that are not there will not come; others are left alone."""
         for parameter in parameters:
-            self._bucket_of[parameter].missing.discard(parameter)
+            if parameter in self._bucket_of:
+                self._bucket_of[parameter].missing.discard(parameter)
         self._start_complete()
 
     def finish(self) -> None:

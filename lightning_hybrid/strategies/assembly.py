@@ -26,6 +26,7 @@ from lightning_hybrid.parallel.checkpoint.saving import gather_model_state, gath
 from lightning_hybrid.parallel.checkpoint.states import Outline
 from lightning_hybrid.parallel.data_parallel import broadcast_whole
 from lightning_hybrid.parallel.engine import Engine
+from lightning_hybrid.parallel.experts.parallel import ExpertParallel
 from lightning_hybrid.parallel.meta.materialising import Materialiser, without_meta
 from lightning_hybrid.parallel.meta.streaming import Streaming
 from lightning_hybrid.parallel.pipeline.cut import StageCut
@@ -136,7 +137,7 @@ class Assembly:
     def layout(self) -> dict[str, int]:
         """Sizes of the axes, for people."""
         layout, zero = self.engine.mesh.layout, self.engine.zero
-        sizes = {"pipeline": layout.pipeline, "data": layout.data, "tensor": layout.tensor}
+        sizes = {"pipeline": layout.pipeline, "data": layout.data, "tensor": layout.tensor, "expert": layout.expert}
         chunks = self.engine.num_stages // layout.pipeline
         return {**sizes, "replicate": layout.replicate, "chunks": chunks, "zero_stage": zero.stage}
 
@@ -216,6 +217,9 @@ def assemble(
     tensor = _split(module, options, ground) if mesh.layout.tensor > 1 else None
     if tensor is not None and groups is not None:
         groups.take(tensor.part)
+    experts = ExpertParallel(module, mesh) if mesh.layout.expert > 1 else None
+    if experts is not None and groups is not None:
+        groups.take(experts.part)
     cut = None
     if mesh.layout.pipeline > 1:
         pipeline, rank = mesh.layout.pipeline, mesh.pipeline_rank
@@ -233,6 +237,7 @@ def assemble(
         zero=replace(zero, streaming=streaming),
         seed=ground.seed,
         tensor=tensor,
+        experts=experts,
     )
     if ground.initialiser is not None and groups is not None:
         groups.keep(engine.named_parameters())

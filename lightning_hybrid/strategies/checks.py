@@ -29,7 +29,8 @@ from lightning_hybrid.parallel.tensor.install import SHOWN
 from lightning_hybrid.parallel.tensor.plan import make_plan
 from lightning_hybrid.strategies.precisions import check_precision
 
-NUMBERS = ("pipeline_parallel_size", "tensor_parallel_size", "replicate_size", "num_chunks", "num_microbatches")
+AXES = ("pipeline_parallel_size", "tensor_parallel_size", "expert_parallel_size", "replicate_size")
+NUMBERS = (*AXES, "num_chunks", "num_microbatches")
 REDUCE_DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved_1f1b")
 
@@ -63,8 +64,6 @@ def check_keywords(options: dict[str, Any]) -> None:
     _check_lists(options["partition"], options["pipeline_layers"])
     _check_costs(options.get("block_costs"), options.get("max_stage_memory"), options["partition"])
     _check_tensor(options)
-    if options["expert_parallel_size"] != 1:
-        raise ValueError(f"expert_parallel_size={options['expert_parallel_size']} is not supported yet; leave it 1.")
     _check_zero(options)
     if options.get("state_dict_type", "full") not in ("full", "sharded"):
         raise ValueError(f"state_dict_type={options['state_dict_type']!r} is not 'full' or 'sharded'.")
@@ -165,6 +164,11 @@ def check_module(module: LightningModule, layout: Layout, options: Mapping[str, 
             "automatic_optimization=False: the backward passes belong to the pipeline's schedule, with "
             f"pipeline_parallel_size={layout.pipeline} and num_microbatches={microbatches}. Let Lightning "
             "optimize, or set both to 1, where manual optimization and several optimizers work."
+        )
+    if not module.automatic_optimization and layout.expert > 1:
+        raise ValueError(
+            f"automatic_optimization=False with expert_parallel_size={layout.expert}: replicas send each other tokens, "
+            "and must run the same forward and backward passes. Let Lightning optimize, or set expert_parallel_size=1."
         )
     if not module.automatic_optimization and options["accumulate_on_cpu"]:
         raise ValueError(

@@ -36,7 +36,7 @@ class HybridPTDPStrategy(MeasuredStrategy):
         pipeline_parallel_size: Ranks that one copy of the model is spread over; "auto" is the smallest divisor of at
             least 2 of the number of processes that is not above the number of blocks, else 1.
         tensor_parallel_size: Ranks that share the matrices of each stage (arXiv:1909.08053, section 3).
-        expert_parallel_size: 1; larger sizes are refused in this version.
+        expert_parallel_size: Neighbouring replicas that share out each layer's experts, and send each other tokens.
         replicate_size: Groups of replicas that each hold all shards; parameters are gathered within a group only
             (arXiv:2304.11277, section 3.2.2).
         num_chunks: Stages that one rank holds, at least 1; more than 1 interleaves (arXiv:2104.04473, section 2.2.2).

@@ -30,7 +30,13 @@ def choose_layout(options: dict[str, Any], blocks: Sequence[str], world_size: in
     if size == "auto":
         fitting = [n for n in range(2, world_size // tensor + 1) if world_size // tensor % n == 0 and n <= len(blocks)]
         size = fitting[0] if fitting else 1
-    layout = Layout.of_world(world_size, pipeline=size, tensor=tensor, replicate=options.get("replicate_size", 1))
+    layout = Layout.of_world(
+        world_size,
+        pipeline=size,
+        tensor=tensor,
+        replicate=options.get("replicate_size", 1),
+        expert=options.get("expert_parallel_size", 1),
+    )
     if size > 1 and not blocks:
         raise ValueError(
             f"pipeline_parallel_size={size} needs blocks to cut between, and the model has no nn.ModuleList or "

@@ -207,7 +207,7 @@ class StepRunner:
         return predictions
 
     def _split(self, batch: Any, hook: str) -> tuple[list[Any], list[int]]:
-        layout, spread = self.engine.mesh.layout, partial(self.engine.zero.spread, mesh=self.engine.mesh)
+        layout, spread = self.engine.mesh.layout, self.engine.spread
         pipeline, training = layout.pipeline, hook == "training_step"
         if layout.replica > 1 and self._checked.get(hook, 0) < CHECKED_BATCHES:
             self._checked[hook] = self._checked.get(hook, 0) + 1

@@ -155,8 +155,9 @@ def _log_layout(layout: Layout, options: dict[str, Any]) -> None:
     sequence = options.get("sequence_parallel", False)
     mode = f" (sequence_parallel {sequence})" if sequence else ""
     data = f"{layout.data}" if layout.replicate == 1 else f"{layout.data} ({layout.replicate} x {layout.shard})"
+    experts = f", experts over {layout.expert}" if layout.expert > 1 else ""
     rank_zero_info(
-        f"hybrid_ptdp: pipeline {layout.pipeline} x data {data} x tensor {layout.tensor}{mode}, "
+        f"hybrid_ptdp: pipeline {layout.pipeline} x data {data} x tensor {layout.tensor}{mode}{experts}, "
         f"{options['num_chunks']} chunk(s) a rank, schedule {options['schedule']}, zero_stage {options['zero_stage']}"
     )
 

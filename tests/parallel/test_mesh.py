@@ -47,7 +47,9 @@ def test_copies_of_shards_divide_the_data_axis():
 
 def copies():
     mesh = Mesh(Layout(1, 4, replicate=2), device=CPU)
-    return [mesh.replicate_rank, sum_over(mesh.shard_group), sum_over(mesh.replicate_group), sum_over(mesh.data_group)]
+    device_mesh = mesh.dense.device_mesh()
+    groups = [device_mesh.get_group("shard"), device_mesh.get_group("replicate"), mesh.data_group]
+    return [mesh.dense.copy, *(sum_over(group) for group in groups)]
 
 
 def test_shards_of_one_copy_are_next_to_each_other():

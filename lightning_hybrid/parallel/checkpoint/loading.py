@@ -141,16 +141,15 @@ def _local(engine: Engine, key: str, state: Mapping[str, Any], like: Any) -> Any
 
 
 def _part(engine: Engine, name: str, value: Any, like: Any) -> Any:
-    """This rank's slice over the tensor axis, and of that its shard over the data axis."""
-    return shard_like(value if engine.tensor is None else engine.tensor.part(name, value), like)
+    """This rank's slice over the tensor or the expert axis, and of that its shard over the data axis."""
+    return shard_like(engine.part(name, value), like)
 
 
 def _check_shapes(engine: Engine, outline: Outline, state: Mapping[str, Any]) -> None:
     """Refuse parameters of other shapes: only some ranks have them, and what is as long as a slice would be taken."""
-    splits = engine.tensor.splits if engine.tensor is not None else {}
     hooked = reshapes_what_it_loads(engine.root)  # then only slices must be known
     for name, (wanted, _) in ((name, spec) for name, spec in outline.shapes.items() if spec and name in state):
-        if name not in outline.parameters or (hooked and name not in splits):
+        if name not in outline.parameters or (hooked and engine.share(name) is None):
             continue
         found = state.shape(name) if isinstance(state, StoredState) else getattr(state[name], "shape", None)
         if found is not None and tuple(found) != wanted:

@@ -96,6 +96,8 @@ def _gathered(engine: Engine, name: str, value: Any, like: Any) -> Any:
     if isinstance(value, DTensor):
         value = value.to(engine.mesh.device)  # shards may live in host memory, where the group does not communicate
     value = whole(whole_tree(value))  # a block may have kept parts of activations in a buffer
+    if engine.experts is not None:
+        value = whole(engine.experts.whole(name, value, like))
     if engine.mesh.data_rank > 0:  # other replicas only take part in the gathering over the data axis
         return None
     if engine.tensor is not None:

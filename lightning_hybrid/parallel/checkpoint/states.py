@@ -133,9 +133,8 @@ def new_part(engine: Engine, name: str, like: Tensor, dtype: torch.dtype | None 
 
 
 def _part(engine: Engine, name: str, tensor: Tensor) -> Part:
-    if engine.tensor is None or name not in engine.tensor.splits:
-        return part_of(tensor)
-    return part_of(tensor, engine.tensor.splits[name], engine.tensor.axis.size, engine.tensor.axis.rank)
+    share = engine.share(name)
+    return part_of(tensor) if share is None else part_of(tensor, *share)
 
 
 def _keeps(engine: Engine, name: str, value: Tensor, *, split: bool = True) -> bool:
@@ -145,14 +144,15 @@ def _keeps(engine: Engine, name: str, value: Tensor, *, split: bool = True) -> b
         engine: This rank's engine.
         name: The parameter's, as this rank knows it.
         value: The parameter, or one of its state.
-        split: The tensor axis deals it out if it does so with the parameter.
+        split: An axis deals it out if it does so with the parameter.
     """
     if not owns(engine, name):
         return False
     mesh, number = engine.mesh, zlib.crc32(name.encode())
     layout = mesh.layout
     sharded = isinstance(value, DTensor) and isinstance(engine.data, Sharded)
-    rank, ranks = (mesh.replicate_rank, layout.replicate) if sharded else (mesh.data_rank, layout.data)
+    peers = engine.peers(name) if split else mesh.dense
+    rank, ranks = (peers.copy, peers.replicate) if sharded else (peers.rank, peers.size)
     if engine.tensor is None or (split and name in engine.tensor.splits):
         return number % ranks == rank
     return number % (ranks * layout.tensor) == rank * layout.tensor + mesh.tensor_rank

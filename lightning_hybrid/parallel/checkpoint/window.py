@@ -128,9 +128,8 @@ def _stored(addend: str, name: str) -> str:
 
 
 def _part(engine: Engine, name: str, gradient: Tensor) -> Part:
-    split = engine.tensor.splits.get(name) if engine.tensor is not None else None
-    gradient = gradient.to_dense() if gradient.layout is not torch.strided else gradient
-    return part_of(gradient, split, engine.mesh.layout.tensor, engine.mesh.tensor_rank)
+    gradient, share = gradient.to_dense() if gradient.layout is not torch.strided else gradient, engine.share(name)
+    return part_of(gradient) if share is None else part_of(gradient, *share)
 
 
 def _of_ranks(engine: Engine, name: str) -> list[str]:

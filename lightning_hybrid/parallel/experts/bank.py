@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from lightning_hybrid.parallel.experts.exchange import TokenExchange
 
@@ -18,12 +20,14 @@ class ExpertBank(nn.Module, ABC):
     Attributes:
         num_experts: The same.
         exchange: Set by a strategy that has split the experts over ranks; None where all are here.
+        wholes: Set by it for a while: the parameters of all experts, by name, with which tokens stay here.
     """
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
         self.num_experts = num_experts
         self.exchange: TokenExchange | None = None
+        self.wholes: Mapping[str, Tensor] | None = None
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Send each token through its expert, wherever that is.
@@ -35,6 +39,13 @@ class ExpertBank(nn.Module, ABC):
         Returns:
             [P, D], in the order of the tokens.
         """
+        if self.wholes is not None:
+            wholes, self.wholes = self.wholes, None
+            try:
+                outputs: Tensor = functional_call(self, dict(wholes), (tokens, counts))
+            finally:
+                self.wholes = wholes
+            return outputs
         if self.exchange is None:
             return self.compute(tokens, counts)
         arrived, here, back = self.exchange.dispatch(tokens, counts)

@@ -13,21 +13,20 @@ said here beforehand: which units the next backward pass belongs to, which of th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.compat import free_early
 from lightning_hybrid.parallel.checkpoint.places import Place, on_parameter
 from lightning_hybrid.parallel.data_parallel import Backwards, maxima
-from lightning_hybrid.parallel.gradients import make_buckets, sum_gradients
+from lightning_hybrid.parallel.gradients import sum_gradients
 from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.pipeline.run import Result
 from lightning_hybrid.parallel.zero.aliasing import alias_shards
@@ -36,7 +35,7 @@ from lightning_hybrid.parallel.zero.twins import Twins
 from lightning_hybrid.parallel.zero.units import Unit, loose_parameters
 from lightning_hybrid.parallel.zero.waiting import complete_waiting, drop_waiting, waiting_gradients
 from lightning_hybrid.parallel.zero.windows import places_of_copy, places_of_replica
-from lightning_hybrid.parallel.zero.wrappers import Bucket, Step, configure, shard_unit
+from lightning_hybrid.parallel.zero.wrappers import configure, shard_all, sharding_functions
 
 
 class Sharded:
@@ -51,6 +50,7 @@ class Sharded:
         param_dtype: Type in which modules show float32 parameters while they are gathered; None leaves them.
         offload: Slices and their gradients live in host memory.
         fill: Makes slices that are on the meta device.
+        experts: Names of parameters of experts that are split over the data axis: fewer ranks have slices of the same.
 
     Attributes:
         loose: Parameters that `fully_shard` cannot slice: every replica has them whole.
@@ -69,31 +69,21 @@ class Sharded:
         param_dtype: torch.dtype | None = None,
         offload: bool = False,
         fill: Callable[[], None] | None = None,
+        experts: Collection[str] = (),
     ) -> None:
         # its advice is heeded by `shard_unit`, where modules reshard after forward
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self._mesh, self._zero_stage, self._reduce_dtype = mesh, zero_stage, reduce_dtype
         loose = loose_parameters(root, torch.float32 if param_dtype else None)
-        policy = CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu") if offload else OffloadPolicy()
-        shard: Any = partial(
-            fully_shard,
-            mesh=mesh.data_mesh(),
-            reshard_after_forward=zero_stage == 3,
-            mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
-            offload_policy=policy,
+        shard, shard_experts = sharding_functions(
+            mesh, zero_stage=zero_stage, dtypes=(param_dtype, reduce_dtype), offload=offload, experts=bool(experts)
         )
-        self.units, self._units = list(units), list[tuple[Unit, Any]]()
-        self._calls, self._twins = Calls(), Twins()
+        self._experts, self._calls, self._twins = frozenset(experts), Calls(), Twins()
+        self.units = list(units)
         for unit in units:
-            modules = [root.get_submodule(name) for name in unit.names]
-            self._calls.watch(modules)
-            shard_unit(modules, partial(shard, ignored_params=set(loose.values())), for_moments=zero_stage == 3)
-            self._units.append((unit, modules[0]))  # it stands for all of them
-        rest = [p for name, p in root.named_parameters() if not isinstance(p, DTensor) and name not in loose]
-        self._buckets = [
-            shard(Bucket(root), ignored_params=set(root.parameters()) - set(bucket)) for bucket in make_buckets(rest)
-        ]
-        self._root: Any = shard(Step(root, self._buckets), ignored_params=set(root.parameters()))
+            self._calls.watch(root.get_submodule(name) for name in unit.names)
+        held = shard_all(root, units, loose, self._experts, shard, shard_experts, for_moments=zero_stage == 3)
+        self._units, self._buckets, self._root = held
         self.modules = [*(module for _, module in self._units), *self._buckets]
         free_early(self._root)
         self._fills = hasattr(self._root, "set_reduce_scatter_unused_params")
@@ -103,6 +93,7 @@ class Sharded:
             fill()
         present = dict(root.named_parameters())
         self.loose = [present[name] for name in loose]
+        self._loose_experts = {present[name] for name in loose if name in experts}
         self.sharded = {name: p for name, p in present.items() if isinstance(p, DTensor)}
         self._present = set[str]()  # names of those that have got a gradient in this window
         self._order: list[tuple[int, int]] = []
@@ -166,7 +157,9 @@ class Sharded:
             if has_zeros and not replicas:
                 parameter.grad = None
         self._present.clear()
-        sum_gradients([p for p in self.loose if p.requires_grad], self._mesh.data_group, at_least=self._reduce_dtype)
+        for peers, split in ((self._mesh.dense, False), (self._mesh.experts, True)):
+            loose = [p for p in self.loose if p.requires_grad and (p in self._loose_experts) == split]
+            sum_gradients(loose, peers.group, at_least=self._reduce_dtype)
 
     def abandon(self) -> None:
         """Drop the gradients of a window that will not be applied; the parameters stay sharded."""
@@ -189,14 +182,15 @@ class Sharded:
 
     def places(self, name: str, parameter: nn.Parameter) -> list[Place]:
         """On shards what is summed; before that whole in stage 1, and with copies of shards in the sums of each."""
+        peers = self._mesh.experts if name in self._experts else self._mesh.dense
         if name not in self.sharded:
-            return [on_parameter(parameter, "data", self._mesh.data_rank, self._mesh.layout.data)]
+            return [on_parameter(parameter, "data", peers.rank, peers.size)]
         places = [on_parameter(parameter, "all")]
         if self._zero_stage == 1:
             whole = self._twins.whole_of(parameter)
-            places += places_of_replica(parameter, whole, self.modules, self._mesh, self._reduce_dtype)
-        elif self._fills and self._mesh.layout.replicate > 1:
-            places += places_of_copy(parameter, self.modules, self._mesh, self._reduce_dtype)
+            places += places_of_replica(parameter, whole, self.modules, peers, self._reduce_dtype)
+        elif self._fills and peers.replicate > 1:
+            places += places_of_copy(parameter, self.modules, peers, self._reduce_dtype)
         return places
 
     def unused_parameters(self) -> set[str]:
@@ -227,18 +221,9 @@ class Sharded:
             self._root.set_reshard_after_forward(True)
 
     @contextmanager
-    def apart(self, number: int, *, wanted: bool) -> Iterator[None]:
-        """Context in which replicas may run different forward passes; all of them enter it together.
-
-        Args:
-            number: Passes that this replica is going to run.
-            wanted: It may run others besides.
-        """
-        if self._zero_stage < 3 or self._is_gathered:
-            yield
-            return
-        least, most, any_wants = maxima(self._mesh, -number, number, int(wanted))
-        if not any_wants and -least == most:
+    def whole(self) -> Iterator[None]:
+        """Context in which all parameters are whole."""
+        if self._is_gathered:
             yield
             return
         self.gather()
@@ -246,6 +231,21 @@ class Sharded:
             yield
         finally:
             self.scatter()
+
+    @contextmanager
+    def apart(self, number: int, *, wanted: bool) -> Iterator[None]:
+        """Context in which replicas may run different forward passes; all of them enter it together.
+
+        Args:
+            number: Passes that this replica is going to run.
+            wanted: It may run others besides.
+        """
+        apart = False
+        if self._zero_stage == 3 and not self._is_gathered:
+            least, most, any_wants = maxima(self._mesh, -number, number, int(wanted))
+            apart = bool(any_wants) or -least != most
+        with self.whole() if apart else nullcontext():
+            yield
 
     def _gather_buckets(self) -> None:
         """Make whole what belongs to no unit; nobody calls a bucket."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,12 +26,14 @@ class Unit:
     Attributes:
         names: Dotted names; several of small blocks in their order.
         stages: Stages of this rank whose runs call them, ascending.
-        is_block: They are blocks; else one module beside them.
+        is_block: They are blocks; else one module beside or within them.
+        is_experts: It is a layer's experts, which fewer ranks have the same of.
     """
 
     names: tuple[str, ...]
     stages: tuple[int, ...]
     is_block: bool = True
+    is_experts: bool = False
 
 
 def choose_units(
@@ -43,6 +45,7 @@ def choose_units(
     callers: Mapping[str, Collection[int]] | None = None,
     excluded: Collection[str] = (),
     group: bool = True,
+    banks: Collection[str] = (),
 ) -> list[Unit]:
     """The units of one rank, blocks first and in order; all that is in none of them travels in buckets.
 
@@ -58,6 +61,10 @@ def choose_units(
         callers: Of each module beside the blocks, the stages that call it; unused without a pipeline.
         excluded: Modules whose parameters are read past their calls.
         group: Several small blocks may be one unit.
+        banks: Experts that are split over the data axis. Those in a unit are one of their own, before it.
+
+    Raises:
+        ValueError: If such experts are read past their calls.
     """
     if zero_stage == 1 and cut is None:
         return []
@@ -80,7 +87,7 @@ def choose_units(
         for together in (_groups(root, names) if group else [(name,) for name in names])
     ]
     if zero_stage < 3 or not units:
-        return units
+        return [*_units_of_experts(units, banks, is_whole), *units]
     least = min(_size(root, name) for unit in units for name in unit.names) / 2
     taken = set[int]()  # a module may have a second name, or be within another one
     for name in outside_modules(root, ancestors_of(blocks), set(blocks)):
@@ -90,7 +97,29 @@ def choose_units(
         if calling and is_called and is_whole(name) and not taken & inside and _size(root, name) >= least:
             units.append(Unit((name,), tuple(calling), is_block=False))
             taken |= inside
-    return units
+    return [*_units_of_experts(units, banks, is_whole), *units]
+
+
+def _units_of_experts(units: Sequence[Unit], banks: Collection[str], is_whole: Callable[[str], bool]) -> list[Unit]:
+    """Those within units: `fully_shard` finds no others there later.
+
+    Raises:
+        ValueError: If some are read past their calls.
+    """
+    found = [
+        Unit((bank,), unit.stages, is_block=False, is_experts=True)
+        for unit in units
+        for bank in banks
+        if any(bank.startswith(f"{name}.") for name in unit.names)
+    ]
+    for bank in (name for unit in found for name in unit.names):
+        if not is_whole(bank):
+            raise ValueError(
+                f"The parameters of {bank} are shared, or read in a step by other code than the module itself, and "
+                "experts that are split over replicas are whole only while it runs. Set zero_stage=0, or "
+                "expert_parallel_size=1."
+            )
+    return found
 
 
 def _groups(root: nn.Module, blocks: Sequence[str]) -> list[tuple[str, ...]]:

@@ -20,14 +20,14 @@ from lightning_hybrid.compat import (
 )
 from lightning_hybrid.parallel.checkpoint.places import Place, on_parameter
 from lightning_hybrid.parallel.gradients import like_local
-from lightning_hybrid.parallel.mesh import Mesh
+from lightning_hybrid.parallel.mesh import Peers
 
 
 def places_of_replica(
     shard: nn.Parameter,
     whole: nn.Parameter | None,
     modules: Iterable[FSDPModule],
-    mesh: Mesh,
+    peers: Peers,
     dtype: torch.dtype | None,
 ) -> Iterator[Place]:
     """The place of a gradient that is not summed before a window's end, whole: it waits in the type of the sum.
@@ -36,10 +36,10 @@ def places_of_replica(
         shard: Of the parameter.
         whole: What modules show in its place; None for what cannot have a gradient.
         modules: Units and buckets.
-        mesh: Groups of this rank.
+        peers: Who has slices of it.
         dtype: Type of the sum; None for the parameter's.
     """
-    index, count = mesh.data_rank, mesh.layout.data
+    index, count = peers.rank, peers.size
     if whole is None:
         return
     if dtype in (None, whole.dtype):
@@ -57,13 +57,13 @@ def places_of_replica(
 
 
 def places_of_copy(
-    shard: nn.Parameter, modules: Iterable[FSDPModule], mesh: Mesh, dtype: torch.dtype | None
+    shard: nn.Parameter, modules: Iterable[FSDPModule], peers: Peers, dtype: torch.dtype | None
 ) -> Iterator[Place]:
     """The place of a gradient that is summed over one copy's shards, and over all copies at a window's end only."""
     for group in (group for module in modules for group in sharded_groups(module)):
         if any(record.sharded_param is shard for record in group.fsdp_params):
             sums = _PartialSum(group, shard, dtype)
-            yield Place("copy", mesh.replicate_rank, mesh.layout.replicate, sums.get, sums.empty, sums.put)
+            yield Place("copy", peers.copy, peers.replicate, sums.get, sums.empty, sums.put)
 
 
 class _PartialSum:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.compat import before_backward, is_view
 from lightning_hybrid.functional.trees import leaves_of, map_leaves
+from lightning_hybrid.parallel.gradients import make_buckets
+from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.pipeline.run import Result
 from lightning_hybrid.parallel.zero.summing import sum_by_exchange
 from lightning_hybrid.parallel.zero.units import Unit
@@ -37,6 +41,70 @@ class Step(nn.Module):
         before()
         result = function()
         return result.payload, result.output
+
+
+def sharding_functions(
+    mesh: Mesh, *, zero_stage: int, dtypes: tuple[torch.dtype | None, torch.dtype | None], offload: bool, experts: bool
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`fully_shard` over the data axis, and over the ranks that have the same experts.
+
+    Args:
+        mesh: Groups of this rank.
+        zero_stage: 1, 2 or 3.
+        dtypes: In which modules show parameters, and in which gradients are summed; None leaves them.
+        offload: Slices and their gradients live in host memory.
+        experts: Experts are split.
+    """
+    shard = partial(
+        fully_shard,
+        reshard_after_forward=zero_stage == 3,
+        mp_policy=MixedPrecisionPolicy(*dtypes, cast_forward_inputs=False),
+        offload_policy=CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu") if offload else OffloadPolicy(),
+    )
+    dense: Any = partial(shard, mesh=mesh.dense.device_mesh())
+    return dense, partial(shard, mesh=mesh.experts.device_mesh()) if experts else dense
+
+
+def shard_all(
+    root: nn.Module,
+    units: Sequence[Unit],
+    loose: Mapping[str, nn.Parameter],
+    experts: Collection[str],
+    shard: Callable[..., Any],
+    shard_experts: Callable[..., Any],
+    *,
+    for_moments: bool,
+) -> tuple[list[tuple[Unit, Any]], list[Any], Any]:
+    """Shard units, and all else in buckets: parameters of experts over the ranks that have the same ones.
+
+    Args:
+        root: The model.
+        units: What is gathered together.
+        loose: What is not sharded.
+        experts: Names of parameters of experts that are split over ranks.
+        shard: `fully_shard`, with its keywords.
+        shard_experts: The same for these.
+        for_moments: Parameters of units are whole only while a forward or backward pass of the modules runs.
+
+    Returns:
+        The units, each with a module that stands for all of it, the buckets, and what runs a step.
+    """
+    split = {p for name, p in root.named_parameters() if name in experts and name not in loose}
+    sharded, buckets = list[tuple[Unit, Any]](), list[Any]()
+    for unit in units:
+        modules = [root.get_submodule(name) for name in unit.names]
+        others = set(loose.values()) | (set() if unit.is_experts else split)
+        over = partial(shard_experts if unit.is_experts else shard, ignored_params=others)
+        shard_unit(modules, over, for_moments=for_moments)
+        sharded.append((unit, modules[0]))
+    rest = [p for name, p in root.named_parameters() if not isinstance(p, DTensor) and name not in loose]
+    dense, mine = [p for p in rest if p not in split], [p for p in rest if p in split]
+    for function, parameters in ((shard, dense), (shard_experts, mine)):
+        for bucket in make_buckets(parameters):
+            buckets.append(function(Bucket(root), ignored_params=set(root.parameters()) - set(bucket)))
+    missed = [n for n, p in root.named_parameters() if not isinstance(p, DTensor) and n not in loose]
+    assert not missed, f"{missed} are in no unit and no bucket"
+    return sharded, buckets, shard(Step(root, buckets), ignored_params=set(root.parameters()))
 
 
 def shard_unit(modules: Sequence[nn.Module], shard: Callable[[Any], Any], *, for_moments: bool) -> None:

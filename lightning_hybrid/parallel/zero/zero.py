@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_hybrid.parallel.data_parallel import DataParallel, Replicated, maxima
+from lightning_hybrid.parallel.data_parallel import DataParallel, Replicated
+from lightning_hybrid.parallel.experts.parallel import ExpertParallel
 from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.meta.streaming import Streamed, Streaming
 from lightning_hybrid.parallel.pipeline.cut import StageCut, ancestors_of, outside_modules
@@ -53,25 +54,22 @@ class Zero:
         """Whether anything is sharded, moved or shown in another type."""
         return self.param_dtype is not None or (self.stage > 0 and (mesh.layout.data > 1 or self.offload))
 
-    def spread(self, number: int, mesh: Mesh) -> tuple[int, int]:
-        """Least and most over the replicas, where all must run equally many passes; they call it together."""
-        if self.stage < 2 or mesh.layout.data == 1:
-            return number, number
-        least, most = maxima(mesh, -number, number)
-        return -least, most
-
-    def start(self, root: nn.Module, cut: StageCut | None, mesh: Mesh) -> DataParallel:
+    def start(
+        self, root: nn.Module, cut: StageCut | None, mesh: Mesh, experts: ExpertParallel | None = None
+    ) -> DataParallel:
         """What runs the model until it is sharded."""
         if self.streaming is not None:
             return Streamed(cut, root, mesh, self.streaming, reduce_dtype=self.reduce_dtype)
-        return Replicated(cut, root, mesh, self.reduce_dtype, self.param_dtype)
+        split = experts.parameters() if experts is not None else ()
+        return Replicated(cut, root, mesh, self.reduce_dtype, self.param_dtype, split)
 
-    def watch(self, root: nn.Module, mesh: Mesh) -> ReadWatch | None:
+    def watch(self, root: nn.Module, mesh: Mesh, experts: ExpertParallel | None = None) -> ReadWatch | None:
         """What finds modules that are read past their calls, where that matters."""
         if self.stage < 2 or not self.shards(mesh):
             return None
         beside = outside_modules(root, ancestors_of(self.blocks), set(self.blocks)) if self.stage == 3 else []
-        return ReadWatch(root, [*self.blocks, *beside])
+        banks = experts.banks if experts is not None else ()
+        return ReadWatch(root, [*self.blocks, *beside, *(name for name in banks if name not in beside)])
 
     def shard(
         self,
@@ -80,6 +78,7 @@ class Zero:
         mesh: Mesh,
         callers: Mapping[str, Sequence[int]],
         reads: ReadWatch | None,
+        experts: ExpertParallel | None = None,
     ) -> Sharded:
         """Shard the model in place; all replicas call it together.
 
@@ -89,6 +88,7 @@ class Zero:
             mesh: Groups of this rank.
             callers: Of modules beside the blocks, the stages that call them.
             reads: What the watch has found.
+            experts: What expert parallelism has made of the model; None where experts are not split.
         """
         everyone: list[Any] = [set()] * mesh.layout.data
         if reads is not None:
@@ -102,6 +102,7 @@ class Zero:
             callers=callers,
             excluded=excluded,
             group=HEEDS_EACH_CALL,
+            banks=experts.banks if experts is not None else (),
         )
         if self.streaming is not None:
             self.streaming.stop()
@@ -114,6 +115,7 @@ class Zero:
             param_dtype=self.param_dtype,
             offload=self.offload,
             fill=self.streaming.materialiser.fill if self.streaming is not None else None,
+            experts=experts.splits if experts is not None else (),
         )
         bypass_sharding(root)
         if cut is not None:

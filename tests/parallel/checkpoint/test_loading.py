@@ -35,7 +35,13 @@ class Model(nn.Module):
 
 def engine_of(root, rank):
     cut = StageCut(root, [f"blocks.{i}" for i in range(4)], (2, 2), pipeline=2, rank=rank, device=CPU)
-    return SimpleNamespace(root=root, cut=cut, tensor=None, named_parameters=lambda: cut.parameters)
+    return SimpleNamespace(
+        root=root,
+        cut=cut,
+        named_parameters=lambda: cut.parameters,
+        part=lambda name, whole: whole,
+        share=lambda name: None,
+    )
 
 
 def stepped(model):

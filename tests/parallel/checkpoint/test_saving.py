@@ -61,7 +61,13 @@ def engine_of(root, *, blocks="blocks.{}", sizes=(2, 2), chunks=1, needs=NEEDS):
     cut = StageCut(root, names, sizes, pipeline=2, rank=mesh.rank, device=CPU)
     ownership = None if needs is None else settle(cut, mesh, {stage: needs[stage] for stage in cut.stages})
     return SimpleNamespace(
-        root=root, cut=cut, mesh=mesh, ownership=ownership, tensor=None, named_parameters=lambda: cut.parameters
+        root=root,
+        cut=cut,
+        mesh=mesh,
+        ownership=ownership,
+        tensor=None,
+        experts=None,
+        named_parameters=lambda: cut.parameters,
     )
 
 

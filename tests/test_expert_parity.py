@@ -1,0 +1,148 @@
+"""Experts split over the data axis: every layout gives the numbers of one process on the global batch."""
+
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_hybrid import HybridPTDPStrategy
+from lightning_hybrid.parallel.experts.bank import ExpertBank
+from tests.launch import run_trainers
+from tests.small import Small, trainer_of
+
+NUM_EXPERTS, TOP_K, WIDTH, SAMPLES, STEPS = 4, 2, 6, 8, 3
+
+
+class Bank(ExpertBank):
+    """Experts of two layers, one after the other."""
+
+    def __init__(self):
+        super().__init__(NUM_EXPERTS)
+        self.first = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, 5) / 2)
+        self.second = nn.Parameter(torch.randn(NUM_EXPERTS, 5, WIDTH) / 2)
+
+    def compute(self, tokens, counts):
+        parts = tokens.split(counts.tolist())
+        return torch.cat([torch.tanh(x @ a) @ b for x, a, b in zip(parts, self.first, self.second, strict=True)])
+
+
+class Mixture(nn.Module):
+    """The two best experts of each token, weighted by a softmax over all."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, NUM_EXPERTS, bias=False), Bank()
+
+    def forward(self, x):
+        weights, chosen = self.gate(x).softmax(-1).topk(TOP_K)
+        chosen, order = chosen.reshape(-1).sort(stable=True)
+        outputs = self.experts(x[order // TOP_K], torch.bincount(chosen, minlength=NUM_EXPERTS))
+        return x + torch.zeros_like(x).index_add(0, order // TOP_K, outputs * weights.reshape(-1)[order, None])
+
+
+class Mixtures(Small):
+    block, depth = Mixture, 2
+
+    def configure_optimizers(self):
+        experts = [p for name, p in self.named_parameters() if "experts" in name]
+        rest = [p for name, p in self.named_parameters() if "experts" not in name]
+        return torch.optim.AdamW([{"params": rest, "lr": 0.02}, {"params": experts, "lr": 0.01, "weight_decay": 0.1}])
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+class Row(NamedTuple):
+    """A layout: sizes of the axes, and what else is asked for."""
+
+    data: int
+    expert: int
+    tensor: int = 1
+    pipeline: int = 1
+    zero: int = 0
+    accumulate: int = 1
+    chunks: int = 1
+    replicate: int = 1
+
+
+ROWS = [
+    Row(1, 1),
+    *(Row(2, 1, zero=zero) for zero in (0, 3)),
+    *(Row(2, 2, zero=zero, accumulate=1 + zero % 2) for zero in range(4)),
+    *(Row(4, 2, zero=zero, accumulate=2 - zero % 2) for zero in range(4)),
+    *(Row(4, 4, zero=zero) for zero in (0, 1, 3)),
+    Row(4, 2, zero=1, replicate=2, accumulate=2),
+    Row(4, 2, zero=3, replicate=2),
+    *(Row(2, 2, tensor=2, zero=zero) for zero in (0, 2)),
+    *(Row(2, 2, pipeline=2, zero=zero, accumulate=1 + zero % 2) for zero in range(4)),
+]
+
+
+def data(number):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(number, WIDTH, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, x.sum(1, keepdim=True).sin())
+
+
+def loader(samples, rank=0, replicas=1, each=SAMPLES):
+    sampler = DistributedSampler(samples, replicas, rank, shuffle=False)
+    return DataLoader(samples, each // replicas, sampler=sampler)
+
+
+def observed(module, strategy, accumulate, rank=0, replicas=1, devices=1):
+    """Losses of three clipped steps, and the weights."""
+    norms = []
+    trainer = trainer_of(
+        strategy=strategy, devices=devices, accumulate_grad_batches=accumulate, gradient_clip_val=0.5, max_epochs=1
+    )
+    samples = data(SAMPLES * STEPS * accumulate)
+    trainer.fit(module, loader(samples, rank, replicas))
+    norms.append(trainer.callback_metrics["loss"])
+    return (
+        norms,
+        trainer.strategy.lightning_module_state_dict(),
+        trainer.strategy.optimizer_state(trainer.optimizers[0]),
+    )
+
+
+def fit_rows(rows):
+    outcomes = []
+    for row in rows:
+        strategy = HybridPTDPStrategy(
+            pipeline_parallel_size=row.pipeline,
+            tensor_parallel_size=row.tensor,
+            expert_parallel_size=row.expert,
+            num_chunks=row.chunks,
+            replicate_size=row.replicate,
+            zero_stage=row.zero,
+            num_microbatches=2 if row.pipeline > 1 else 1,
+        )
+        size = row.data * row.tensor * row.pipeline
+        rank = torch.distributed.get_rank() // row.tensor % row.data if torch.distributed.is_initialized() else 0
+        outcomes.append(observed(Mixtures(), strategy, row.accumulate, rank, row.data, size))
+    return outcomes
+
+
+@cache
+def expected(accumulate):
+    return observed(Mixtures(), "auto", accumulate)
+
+
+@pytest.mark.filterwarnings("ignore:tensor_parallel_size=2 splits nothing")
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_layout_gives_the_numbers_of_one_process(size):
+    rows = [row for row in ROWS if row.data * row.tensor * row.pipeline == size]
+    outcomes = run_trainers(size, fit_rows, rows, timeout=300)
+    for index, row in enumerate(rows):
+        (loss,), weights, state = outcomes[0][index]
+        (wanted_loss,), wanted, wanted_state = expected(row.accumulate)
+        close = {"rtol": 1e-9, "atol": 1e-12, "msg": lambda text, row=row: f"{row}: {text}"}
+        assert_close(loss, wanted_loss, **close)
+        assert_close(dict(weights), dict(wanted), **close)
+        assert_close(state["state"], wanted_state["state"], **close)
