@@ -1,11 +1,21 @@
-"""Which tokens go to which experts: each router as a pure function, and what happens to tokens above the capacity."""
+"""Which tokens go to which experts: routers as pure functions, and which pairs stay within the capacity.
+
+Of equal scores, the expert or token of the lowest number comes first, so that all layouts choose alike. A score that
+is not a number comes before all others, and chooses an expert that exists.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Literal
 
+import torch
 from torch import Tensor
+
+Rounding = Literal["floor", "ceil"]
 
 
 @dataclass(frozen=True)
@@ -25,3 +35,142 @@ class Assignment:
     weights: Tensor
     probabilities: Tensor
     losses: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def best_first(scores: Tensor) -> Tensor:
+    """Numbers of the last dimension by falling score, equal ones by number; `torch.topk` promises no such order."""
+    return scores.argsort(dim=-1, descending=True, stable=True)
+
+
+def in_choice_order(chosen: Tensor, weights: Tensor, probabilities: Tensor) -> Assignment:
+    """Pairs of all tokens' first choices, then of all second ones, as GShard and Switch hand out capacity.
+
+    Args:
+        chosen: [T, k], experts, each token's best first.
+        weights: [T, k].
+        probabilities: [T, E].
+    """
+    num_tokens, top_k = chosen.shape
+    tokens = torch.arange(num_tokens, device=chosen.device).repeat(top_k)
+    return Assignment(tokens, chosen.T.reshape(-1), weights.T.reshape(-1), probabilities)
+
+
+def share_of_sum(weights: Tensor) -> Tensor:
+    """Weights over their sum along the last dimension; zeros where all of them have underflowed to 0."""
+    return weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+
+
+def top_k(logits: Tensor, k: int, renormalize: bool) -> Assignment:
+    """Send each token to its k best experts, by the probabilities of a softmax over all of them.
+
+    Args:
+        logits: [T, E].
+        k: At most E.
+        renormalize: Divide a token's k weights by their sum, which is a softmax over the chosen (Mixtral,
+            arXiv:2401.04088, section 2.1); else they are the probabilities (OLMoE, arXiv:2409.02060, section 2).
+    """
+    chosen = best_first(logits)[:, :k]
+    probabilities = logits.softmax(-1)
+    weights = logits.gather(1, chosen).softmax(-1) if renormalize else probabilities.gather(1, chosen)
+    return in_choice_order(chosen, weights, probabilities)
+
+
+def switch(logits: Tensor) -> Assignment:
+    """Send each token to its best expert, weighted by its probability (arXiv:2101.03961, section 2.1, equations 1, 2).
+
+    Args:
+        logits: [T, E].
+    """
+    return top_k(logits, 1, renormalize=False)
+
+
+def gshard(logits: Tensor, chances: Tensor) -> Assignment:
+    """Send each token to its best expert, and by chance to its second one (arXiv:2006.16668, section 2.2, algorithm 1).
+
+    With g1 and g2 the two largest probabilities divided by their sum, the second pair exists where 2 * g2 > chance. One
+    that does not takes no capacity, as in the authors' code; the algorithm as printed counts it.
+
+    Args:
+        logits: [T, E], with E of at least 2.
+        chances: [T], uniform in [0, 1); zeros keep every second expert whose weight is not 0.
+    """
+    both = top_k(logits, 2, renormalize=True)
+    is_kept = torch.cat([torch.ones_like(chances, dtype=torch.bool), 2 * both.weights[len(chances) :] > chances])
+    return Assignment(both.tokens[is_kept], both.experts[is_kept], both.weights[is_kept], both.probabilities)
+
+
+def router_z_loss(logits: Tensor) -> Tensor:
+    """Mean over the tokens of the squared log-sum-exp of their logits (ST-MoE, arXiv:2202.08906, equation 5).
+
+    Args:
+        logits: [T, E].
+
+    Returns:
+        A scalar, 0 without tokens.
+    """
+    return logits.logsumexp(-1).square().sum() / max(len(logits), 1)
+
+
+def capacity_of(
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    factor: float,
+    rounding: Rounding = "floor",
+    minimum: int = 1,
+) -> int:
+    """How many tokens an expert takes: factor * num_tokens * top_k / num_experts, rounded, and at least `minimum`.
+
+    Switch (arXiv:2101.03961, section 2.2, equation 3) has top_k = 1. The factor counts as the decimal number that it is
+    printed as: in floats, 1.1 * 10 is 11.000000000000002, and rounded up 12.
+
+    Args:
+        num_tokens: Of the group whose tokens share the capacity.
+        num_experts: At least 1.
+        top_k: Experts of each token.
+        factor: Above 0.
+        rounding: "floor" or "ceil".
+        minimum: At least 1.
+
+    Raises:
+        ValueError: If the factor is not a positive number, the rounding is another word, or the minimum is below 1.
+    """
+    if not (math.isfinite(factor) and factor > 0):
+        raise ValueError(f"capacity_factor={factor} is no capacity: give a number above 0, or None to drop no token.")
+    if rounding not in ("floor", "ceil"):
+        raise ValueError(f'rounding={rounding!r} is unknown: choose "floor" or "ceil".')
+    if minimum < 1:
+        raise ValueError(f"A minimum capacity of {minimum} lets an expert take no token: give at least 1.")
+    exact = Fraction(str(factor)) * num_tokens * top_k / num_experts
+    return max(math.floor(exact) if rounding == "floor" else math.ceil(exact), minimum)
+
+
+def keep_first(assignment: Assignment, num_experts: int, capacity: int, num_groups: int = 1) -> Tensor:
+    """Which pairs stay when each expert takes the first `capacity` pairs of each group of tokens.
+
+    Args:
+        assignment: Pairs in order of priority.
+        num_experts: E.
+        capacity: Of one expert in one group.
+        num_groups: The T tokens are this many equal runs, each with a capacity of its own (GShard's local groups,
+            arXiv:2006.16668, section 2.2).
+
+    Returns:
+        [P], bool.
+    """
+    groups = group_of(assignment.tokens, len(assignment.probabilities), num_groups)
+    queues = groups * num_experts + assignment.experts
+    queues, order = queues.sort(stable=True)
+    places = torch.arange(len(queues), device=queues.device) - torch.searchsorted(queues, queues)
+    return torch.empty_like(queues, dtype=torch.bool).scatter_(0, order, places < capacity)
+
+
+def group_of(tokens: Tensor, num_tokens: int, num_groups: int) -> Tensor:
+    """The group that each token is in, where `num_tokens` are `num_groups` equal runs.
+
+    Raises:
+        ValueError: If they cannot be equal.
+    """
+    if num_groups < 1 or num_tokens % num_groups:
+        raise ValueError(f"{num_tokens} tokens are not {num_groups} equal groups: give sequences of one length.")
+    return tokens // max(num_tokens // num_groups, 1)
