@@ -130,17 +130,17 @@ def capacity_of(
         top_k: Experts of each token.
         factor: Above 0.
         rounding: "floor" or "ceil".
-        minimum: At least 1.
+        minimum: At least 0.
 
     Raises:
-        ValueError: If the factor is not a positive number, the rounding is another word, or the minimum is below 1.
+        ValueError: If the factor is not a positive number, the rounding is another word, or the minimum is below 0.
     """
     if not (math.isfinite(factor) and factor > 0):
         raise ValueError(f"capacity_factor={factor} is no capacity: give a number above 0, or None to drop no token.")
     if rounding not in ("floor", "ceil"):
         raise ValueError(f'rounding={rounding!r} is unknown: choose "floor" or "ceil".')
-    if minimum < 1:
-        raise ValueError(f"A minimum capacity of {minimum} lets an expert take no token: give at least 1.")
+    if minimum < 0:
+        raise ValueError(f"A minimum capacity of {minimum} is no number of tokens: give at least 1.")
     exact = Fraction(str(factor)) * num_tokens * top_k / num_experts
     return max(math.floor(exact) if rounding == "floor" else math.ceil(exact), minimum)
 

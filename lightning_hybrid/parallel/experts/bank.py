@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -29,12 +29,13 @@ class ExpertBank(nn.Module, ABC):
         self.exchange: TokenExchange | None = None
         self.wholes: Mapping[str, Tensor] | None = None
 
-    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, counts: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
         """Send each token through its expert, wherever that is.
 
         Args:
             tokens: [P, D], sorted by expert; P may be 0.
             counts: [num_experts], int64: how many each expert gets.
+            meanwhile: What needs none of these tokens; called once, while they are on their way.
 
         Returns:
             [P, D], in the order of the tokens.
@@ -42,13 +43,17 @@ class ExpertBank(nn.Module, ABC):
         if self.wholes is not None:
             wholes, self.wholes = self.wholes, None
             try:
-                outputs: Tensor = functional_call(self, dict(wholes), (tokens, counts))
+                outputs: Tensor = functional_call(self, dict(wholes), (tokens, counts, meanwhile))
             finally:
                 self.wholes = wholes
             return outputs
         if self.exchange is None:
+            if meanwhile is not None:
+                meanwhile()
             return self.compute(tokens, counts)
         arrived, here, back = self.exchange.dispatch(tokens, counts)
+        if meanwhile is not None:
+            meanwhile()
         return back(self.compute(arrived, here))
 
     @abstractmethod
