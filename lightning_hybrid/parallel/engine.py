@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_hybrid.functional.lowering import lower
 from lightning_hybrid.functional.schedules import Kind, choose, forward_only
 from lightning_hybrid.parallel.data_parallel import broadcast_buffers, maxima
+from lightning_hybrid.parallel.experts.balancing import Balancing
 from lightning_hybrid.parallel.experts.parallel import ExpertParallel
 from lightning_hybrid.parallel.holdings import Holdings
 from lightning_hybrid.parallel.mesh import Mesh
@@ -68,7 +69,7 @@ class Engine(Holdings):
         self.seed = seed
         self.planner = Planner(cut, mesh, self._run_probe, self._around_probe) if cut is not None else None
         self._runs: dict[tuple[int, int], StageRun] = {}
-        self._evaluation = ExitStack()
+        self._evaluation, self._balancing = ExitStack(), Balancing(root, mesh)
         size = mesh.layout.pipeline
         self._program = cache(lambda m: lower(choose(schedule, size, m, num_chunks), self.num_stages))
         self._forward_program = cache(lambda m: lower(forward_only(size, m, num_chunks), self.num_stages))
@@ -113,7 +114,7 @@ class Engine(Holdings):
         """
         if self.reads is not None and self.cut is None:
             step = make_step()
-            with self._surroundings(), dry_run(self.root, self.mesh.device, self.reads):
+            with self._surroundings(), self._balancing.uncounted(), dry_run(self.root, self.mesh.device, self.reads):
                 if self._is_shared:
                     self._start_streams(step, 0)
                 self.data.step(lambda: Result([], step.call(0)))
@@ -155,6 +156,8 @@ class Engine(Holdings):
         program = self._program(len(plans))[self.mesh.pipeline_rank]
         backwards = [(a.stage, a.micro_batch) for a in program if a.kind is Kind.BACKWARD]
         to_host = self.accumulation is not None
+        if not self.in_window:
+            self._balancing.start_window()
         self.in_window = False
         self.data.begin(backwards, reduce=reduce or to_host, hold=not reduce)
         self.note_trained()
@@ -247,7 +250,7 @@ class Engine(Holdings):
 
     @contextmanager
     def _around_probe(self) -> Iterator[None]:
-        with self._shown(), self.reads or nullcontext():
+        with self._shown(), self._balancing.uncounted(), self.reads or nullcontext():
             yield
 
     def _forget(self, stage: int, micro_batch: int) -> None:
