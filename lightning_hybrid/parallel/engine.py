@@ -93,7 +93,7 @@ class Engine(Holdings):
     @contextmanager
     def _apart(self, number: int, *, wanted: bool) -> Iterator[None]:
         with self.data.apart(number, wanted=wanted):
-            if self.experts is None or not self.experts.differ(number, wanted=wanted):
+            if self.experts is None or self.experts.has_all or not self.experts.differ(number, wanted=wanted):
                 yield
                 return
             with self.data.whole(), self.experts.with_all():

@@ -38,6 +38,12 @@ class Share(NamedTuple):
     rank: int
 
 
+def part_of(tensor: TensorParallel | None, experts: ExpertParallel | None, name: str, whole: Any) -> Any:
+    """What a rank has of a whole value of a parameter over the tensor axis, or over the expert axis."""
+    whole = whole if tensor is None else tensor.part(name, whole)
+    return whole if experts is None else experts.part(name, whole)
+
+
 class Holdings:
     """The part of the model that is on this rank; it shrinks once, when it is known who reads what.
 
@@ -181,8 +187,7 @@ class Holdings:
 
     def part(self, name: str, whole: Any) -> Any:
         """This rank's share of a whole value of a parameter, or of an optimizer's state of the same shape."""
-        whole = whole if self.tensor is None else self.tensor.part(name, whole)
-        return whole if self.experts is None else self.experts.part(name, whole)
+        return part_of(self.tensor, self.experts, name, whole)
 
     def counted_parameters(self) -> list[nn.Parameter]:
         """Those that this rank counts in a norm: over the world, each parameter, slice or shard of one exactly once."""

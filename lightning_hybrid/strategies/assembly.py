@@ -27,6 +27,7 @@ from lightning_hybrid.parallel.checkpoint.states import Outline
 from lightning_hybrid.parallel.data_parallel import broadcast_whole
 from lightning_hybrid.parallel.engine import Engine
 from lightning_hybrid.parallel.experts.parallel import ExpertParallel
+from lightning_hybrid.parallel.holdings import part_of
 from lightning_hybrid.parallel.meta.materialising import Materialiser, without_meta
 from lightning_hybrid.parallel.meta.streaming import Streaming
 from lightning_hybrid.parallel.pipeline.cut import StageCut
@@ -227,7 +228,7 @@ def assemble(
         _turn_off_nested_tensors(module)
         if groups is not None:
             groups.keep(cut.parameters)
-    streaming = _initialise(module, ground, zero, cut, tensor)
+    streaming = _initialise(module, ground, zero, cut, tensor, experts)
     engine = Engine(
         module,
         cut,
@@ -256,7 +257,12 @@ def _split(module: nn.Module, options: dict[str, Any], ground: Ground) -> Tensor
 
 
 def _initialise(
-    module: LightningModule, ground: Ground, zero: Zero, cut: StageCut | None, tensor: TensorParallel | None
+    module: LightningModule,
+    ground: Ground,
+    zero: Zero,
+    cut: StageCut | None,
+    tensor: TensorParallel | None,
+    experts: ExpertParallel | None,
 ) -> Streaming | None:
     """Make what is on the meta device, and move all to the device.
 
@@ -266,10 +272,13 @@ def _initialise(
     mesh, streaming = ground.mesh, None
     if ground.initialiser is not None:
         home = torch.device("cpu") if zero.offload else mesh.device
-        materialiser = Materialiser(
-            module, ground.initialiser, ground.seed, mesh.device, cut=cut, tensor=tensor, home=home
-        )
+
+        def part(name: str, whole: Any) -> Any:
+            return part_of(tensor, experts, name, whole)
+
+        materialiser = Materialiser(module, ground.initialiser, ground.seed, mesh.device, cut=cut, part=part, home=home)
         sharded = zero.stage == 3 and zero.shards(mesh) and module.automatic_optimization
+        sharded = sharded and experts is None  # tokens travel to experts that are there
         if sharded and zero.param_dtype is None:  # 16-bit copies are made of what is there
             streaming = Streaming(materialiser, ground.blocks)
         materialiser.fill(kept_back=streaming.names if streaming is not None else ())

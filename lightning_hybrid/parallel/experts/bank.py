@@ -41,11 +41,10 @@ class ExpertBank(nn.Module, ABC):
             [P, D], in the order of the tokens.
         """
         if self.wholes is not None:
-            wholes, self.wholes = self.wholes, None
-            try:
-                outputs: Tensor = functional_call(self, dict(wholes), (tokens, counts, meanwhile))
-            finally:
-                self.wholes = wholes
+            if meanwhile is not None:
+                meanwhile()
+            wholes = {f"bank.{name}": whole for name, whole in self.wholes.items()}
+            outputs: Tensor = functional_call(_Computing(self), wholes, (tokens, counts))
             return outputs
         if self.exchange is None:
             if meanwhile is not None:
@@ -69,3 +68,14 @@ class ExpertBank(nn.Module, ABC):
         Returns:
             [R, D].
         """
+
+
+class _Computing(nn.Module):
+    """Calls `compute` without the hooks of the module itself, which know parameters of this rank only."""
+
+    def __init__(self, bank: ExpertBank) -> None:
+        super().__init__()
+        self.bank = bank
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        return self.bank.compute(tokens, counts)

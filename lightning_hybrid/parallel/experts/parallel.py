@@ -26,6 +26,7 @@ class ExpertParallel:
 
     Attributes:
         banks: The layers' experts by name.
+        has_all: Every rank has all experts for now.
         splits: By name of their parameters, second names of shared ones too.
     """
 
@@ -43,7 +44,7 @@ class ExpertParallel:
             if name in self.splits and id(parameter) not in cut:
                 cut.add(id(parameter))
                 parameter.data = self.part(name, parameter.data)
-        self._exchange = TokenExchange(self._group)
+        self._exchange, self.has_all = TokenExchange(self._group), False
         self._show(self._exchange, {})
 
     def parameters(self) -> list[nn.Parameter]:
@@ -88,9 +89,11 @@ class ExpertParallel:
             if all(p.numel() for p in bank.parameters())  # else another stage has them
         }
         self._show(None, wholes)
+        self.has_all = True
         try:
             yield
         finally:
+            self.has_all = False
             self._show(self._exchange, {})
 
     def _show(self, exchange: TokenExchange | None, wholes: dict[str, dict[str, Tensor]]) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.parallel.meta.initialising import Initialiser, has_meta, named_tensors, own_tensors, put
 from lightning_hybrid.parallel.pipeline.cut import StageCut
-from lightning_hybrid.parallel.tensor.parallel import TensorParallel
 from lightning_hybrid.parallel.zero.shards import shard_like
 
 
@@ -25,7 +25,7 @@ class Materialiser:
         seed: Of the whole run.
         device: Where to make parts.
         cut: This rank's view of the model; None without a pipeline.
-        tensor: Slices over the tensor axis, if there are.
+        part: Gives this rank's slice of a whole value by its name; None where all are whole.
         home: Where shards live; None for `device`.
     """
 
@@ -37,11 +37,11 @@ class Materialiser:
         device: torch.device,
         *,
         cut: StageCut | None = None,
-        tensor: TensorParallel | None = None,
+        part: Callable[[str, Any], Any] | None = None,
         home: torch.device | None = None,
     ) -> None:
         self.root, self.seed, self.device = root, seed, device
-        self._initialiser, self._tensor, self._home = initialiser, tensor, home or device
+        self._initialiser, self._part, self._home = initialiser, part, home or device
         if cut is not None:
             _fill_absent_buffers(cut)
 
@@ -101,7 +101,7 @@ class Materialiser:
     def _like(self, first: str, whole: Tensor, old: Tensor) -> Tensor:
         """A whole tensor as this rank holds it: its type, slice and shard."""
         value = whole.to(old.dtype)
-        value = value if self._tensor is None else self._tensor.part(first, value)
+        value = value if self._part is None else self._part(first, value)
         value = shard_like(value, old, self._home)
         return nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
 
