@@ -50,9 +50,7 @@ class ExpertBank(nn.Module, ABC):
             if meanwhile is not None:
                 meanwhile()
             return self.compute(tokens, counts)
-        arrived, here, back = self.exchange.dispatch(tokens, counts)
-        if meanwhile is not None:
-            meanwhile()
+        arrived, here, back = self.exchange.dispatch(tokens, counts, meanwhile)
         return back(self.compute(arrived, here))
 
     @abstractmethod

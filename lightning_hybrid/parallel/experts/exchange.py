@@ -24,29 +24,39 @@ class TokenExchange:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size = group, group.size()
 
-    def dispatch(self, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    def dispatch(
+        self, tokens: Tensor, counts: Tensor, meanwhile: Callable[[], None] | None = None
+    ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
         """Send tokens to the holders of their experts.
 
         Args:
             tokens: [P, D], sorted by expert.
             counts: [num_experts], int64: how many each expert gets.
+            meanwhile: Called while they travel.
 
         Returns:
-            [R, D], what arrives here, which is waited for when it is asked for; [num_experts / size], how many each
-            expert here gets; and a function that brings [R, D'] back to where the tokens came from, [P, D'].
+            [R, D], what arrives here, sorted by expert; [num_experts / size], how many each expert here gets; and a
+            function that brings [R, D'] back to where the tokens came from, [P, D'].
         """
         here = torch.empty_like(counts)
         dist.all_to_all_single(here, counts, group=self.group)
         sent = counts.view(self.size, -1).sum(1).tolist()
         by_rank = here.view(self.size, -1)  # of each rank, how many for each expert here
         received = by_rank.sum(1).tolist()
+        under_way: list[dist.Work] = []
+        arriving = _AllToAll.apply(tokens, received, sent, self.group, under_way)
         order = _by_expert(by_rank)
-        arrived = _AllToAll.apply(tokens, received, sent, self.group)
+        if meanwhile is not None:
+            meanwhile()
+        arrived: Tensor = _Arrived.apply(arriving, under_way)
 
         def back(outputs: Tensor) -> Tensor:
             scattered = torch.empty_like(order)
             scattered[order] = torch.arange(len(order), device=order.device)
-            result: Tensor = _AllToAll.apply(outputs[scattered], sent, received, self.group)
+            returning: list[dist.Work] = []
+            result: Tensor = _Arrived.apply(
+                _AllToAll.apply(outputs[scattered], sent, received, self.group, returning), returning
+            )
             return result
 
         return arrived[order], by_rank.sum(0), back
@@ -60,19 +70,51 @@ def _by_expert(by_rank: Tensor) -> Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-    """An exchange whose backward pass is the exchange in the other direction."""
+    """Starts an exchange whose backward pass is the exchange in the other direction."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        received: Sequence[int],
+        sent: Sequence[int],
+        group: dist.ProcessGroup,
+        under_way: list[dist.Work],
+    ) -> Tensor:
         ctx.received, ctx.sent, ctx.group = received, sent, group
-        return _exchange(x, received, sent, group)
+        return _start(x, received, sent, group, under_way)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(gradients[0], ctx.sent, ctx.received, ctx.group), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        under_way: list[dist.Work] = []
+        gradient = _start(gradients[0], ctx.sent, ctx.received, ctx.group, under_way)
+        _wait(under_way)
+        return gradient, None, None, None, None
 
 
-def _exchange(x: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    out = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=group)
+class _Arrived(torch.autograd.Function):
+    """Waits for what has been started."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, under_way: list[dist.Work]) -> Tensor:
+        _wait(under_way)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def _start(
+    x: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup, under_way: list[dist.Work]
+) -> Tensor:
+    out, x = x.new_empty(sum(received), *x.shape[1:]), x.contiguous()
+    work = dist.all_to_all_single(out, x, list(received), list(sent), group=group, async_op=True)
+    assert work is not None
+    under_way += [work]
     return out
+
+
+def _wait(under_way: list[dist.Work]) -> None:
+    for work in under_way:
+        work.wait()
