@@ -45,6 +45,7 @@ class Engine(Holdings):
 
     Attributes:
         planner: Keeps plans; None on a pipeline of one stage.
+        balancing: What layers count over the replicas.
         num_samples: Samples of this replica's last batch.
         seed: Base of all random numbers drawn in steps.
     """
@@ -69,7 +70,7 @@ class Engine(Holdings):
         self.seed = seed
         self.planner = Planner(cut, mesh, self._run_probe, self._around_probe) if cut is not None else None
         self._runs: dict[tuple[int, int], StageRun] = {}
-        self._evaluation, self._balancing = ExitStack(), Balancing(root, mesh)
+        self._evaluation, self.balancing = ExitStack(), Balancing(root, mesh)
         size = mesh.layout.pipeline
         self._program = cache(lambda m: lower(choose(schedule, size, m, num_chunks), self.num_stages))
         self._forward_program = cache(lambda m: lower(forward_only(size, m, num_chunks), self.num_stages))
@@ -114,7 +115,7 @@ class Engine(Holdings):
         """
         if self.reads is not None and self.cut is None:
             step = make_step()
-            with self._surroundings(), self._balancing.uncounted(), dry_run(self.root, self.mesh.device, self.reads):
+            with self._surroundings(), self.balancing.uncounted(), dry_run(self.root, self.mesh.device, self.reads):
                 if self._is_shared:
                     self._start_streams(step, 0)
                 self.data.step(lambda: Result([], step.call(0)))
@@ -157,7 +158,7 @@ class Engine(Holdings):
         backwards = [(a.stage, a.micro_batch) for a in program if a.kind is Kind.BACKWARD]
         to_host = self.accumulation is not None
         if not self.in_window:
-            self._balancing.start_window()
+            self.balancing.start_window()
         self.in_window = False
         self.data.begin(backwards, reduce=reduce or to_host, hold=not reduce)
         self.note_trained()
@@ -250,7 +251,7 @@ class Engine(Holdings):
 
     @contextmanager
     def _around_probe(self) -> Iterator[None]:
-        with self._shown(), self._balancing.uncounted(), self.reads or nullcontext():
+        with self._shown(), self.balancing.uncounted(), self.reads or nullcontext():
             yield
 
     def _forget(self, stage: int, micro_batch: int) -> None:

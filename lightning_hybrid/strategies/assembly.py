@@ -175,6 +175,7 @@ class Assembly:
         # every logged value is combined over all ranks before Lightning sees it, and no sample is seen twice
         warnings.filterwarnings("ignore", message="It is recommended to use `self.log\\(.*sync_dist=True")
         warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders")
+        self.engine.balancing.install()
         if self.engine.mesh.layout.world_size > 1:
             self.hooks.install()
             compute_metrics_together(trainer)
@@ -184,6 +185,7 @@ class Assembly:
 
     def remove(self) -> None:
         """Give everything back."""
+        self.engine.balancing.remove()
         self.hooks.remove()
         if self.clipping is not None:
             self.clipping.remove()

@@ -24,8 +24,17 @@ class Balancing:
 
     def __init__(self, root: nn.Module, mesh: Mesh) -> None:
         self._modules: list[Any] = [module for module in root.modules() if hasattr(type(module), "balance_group")]
-        for module in self._modules if mesh.layout.data > 1 else ():
-            module.balance_group = mesh.data_group
+        self._group = mesh.data_group if mesh.layout.data > 1 else None
+
+    def install(self) -> None:
+        """From now on the replicas count together."""
+        for module in self._modules:
+            module.balance_group = self._group
+
+    def remove(self) -> None:
+        """Each process counts for itself: the replicas take no more part in steps that follow elsewhere."""
+        for module in self._modules:
+            module.balance_group = None
 
     def start_window(self) -> None:
         """A window's first batch is about to run."""
