@@ -74,6 +74,22 @@ def buffer_names(module: nn.Module) -> list[str]:
     return list(module._buffers)
 
 
+class WideBuffers(nn.Module):
+    """Its own floating buffers stay at least float32 when it is cast, as by `half()` or 16-bit precision of a Trainer.
+
+    `to`, `half` and `cuda` all go through `_apply`; there is no public hook.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            after = self._buffers[name]
+            if after is not None and after.is_floating_point() and after.dtype.itemsize < min(buffer.dtype.itemsize, 4):
+                self._buffers[name] = buffer.to(after.device)
+        return self
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether `Module.compile` was called on it: it leaves the compiled call in a private attribute."""
     return module._compiled_call_impl is not None

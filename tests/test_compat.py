@@ -540,3 +540,27 @@ def test_places_in_files_are_what_torch_reads():
         128,
         None,
     )
+
+
+def test_floating_buffers_stay_wide_when_a_module_is_cast():
+    class Wide(compat.WideBuffers):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+            self.register_buffer("bias", torch.tensor([1 + 2**-20]))
+            self.register_buffer("count", torch.tensor([3]))
+            self.register_buffer("nothing", None)
+
+    for cast, bias in (
+        (nn.Module.half, torch.float32),
+        (nn.Module.bfloat16, torch.float32),
+        (nn.Module.double, torch.float64),
+    ):
+        model = cast(nn.Sequential(Wide()))
+        assert model[0].weight.dtype != torch.float32
+        assert model[0].bias.dtype == bias
+        assert model[0].bias.item() == 1 + 2**-20
+        assert model[0].count.dtype == torch.int64
+    moved = nn.Sequential(Wide()).to("meta", torch.float16)
+    assert moved[0].bias.is_meta
+    assert moved[0].bias.dtype == torch.float32

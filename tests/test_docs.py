@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import lightning_hybrid
-from lightning_hybrid import callbacks
+from lightning_hybrid import callbacks, experts
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -39,7 +39,7 @@ def test_every_page_is_in_the_table_of_contents():
 
 def test_every_public_name_is_in_the_interface_page():
     text = (ROOT / "docs" / "api.md").read_text()
-    names = [*lightning_hybrid.__all__, *callbacks.__all__]
+    names = [*lightning_hybrid.__all__, *callbacks.__all__, *experts.__all__]
     assert not [name for name in names if not re.search(rf"\b{name}\b", text)]
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 BalanceOver = Literal["sequence", "micro_batch", "global"]
 OVER = ("sequence", "micro_batch", "global")
@@ -72,6 +74,16 @@ class PairCounts:
         self._window: Tensor | None = None
         self._ahead: list[_Ahead] = []
 
+    def end_step(self) -> None:
+        """Begin a window after a step of any optimizer.
+
+        A pass whose backward pass is still to come, as in a model with two optimizers, may have it until the next step.
+        """
+        self._window = None
+        self._ahead = [kept for kept in self._ahead if not kept.is_old]
+        for kept in self._ahead:
+            kept.is_old = True
+
     def count(self, counts: Tensor) -> Tensor:
         """Take part in the counting with a micro-batch; all replicas of the group call it together.
 
@@ -87,6 +99,7 @@ class PairCounts:
         if self.group is not None:
             dist.all_reduce(total, group=self.group)
         if self.over == "global":
+            _open.add(self)
             total = self._window = total if self._window is None else self._window.to(total.device) + total
         return total[None]
 
@@ -97,6 +110,7 @@ class PairCounts:
             experts: [P], of the pairs.
             counts: What `count` has said.
         """
+        _open.add(self)
         self._ahead.append(_Ahead(experts, counts))
 
     def recall(self, experts: Tensor) -> Tensor | None:
@@ -107,18 +121,30 @@ class PairCounts:
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PairCounts:
-        """A copy counts over the same replicas, which cannot be copied."""
+        """A copy counts over the same replicas, which cannot be copied, and begins a window."""
         copy = object.__new__(type(self))
-        vars(copy).update(vars(self) | {"_ahead": []})
+        vars(copy).update(vars(self))
+        copy.start_window()
         return copy
 
     def __getstate__(self) -> dict[str, Any]:
         """What another process can use."""
-        return vars(self) | {"group": None, "_ahead": []}
+        return {"over": self.over, "group": None, "_window": None, "_ahead": []}
+
+
+_open: WeakSet[PairCounts] = WeakSet()  # those that have had something to forget
+
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for counts in list(_open):
+        counts.end_step()
+
+
+register_optimizer_step_post_hook(_after_step)
 
 
 class _Ahead:
     """The counts of one pass."""
 
     def __init__(self, experts: Tensor, counts: Tensor) -> None:
-        self.experts, self.counts = experts, counts
+        self.experts, self.counts, self.is_old = experts, counts, False

@@ -186,17 +186,25 @@ def _linear_grouped(x: Tensor, weight: Tensor, bias: Tensor | None, *, counts: T
 
 
 def _product_as_written(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return functional.grouped_mm(_aligned(x), _aligned(weight).transpose(1, 2), offs=ends)
+    return functional.grouped_mm(_dense(x), _dense(weight).transpose(1, 2), offs=ends)
 
 
 # torch.compile knows it for bfloat16 only (torch 2.13)
 _product = torch.compiler.disable(_product_as_written)
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """The tensor, or a copy that devices take: parameters in a buffer of several may start anywhere."""
-    x = x.contiguous()
-    return x.clone() if x.is_cuda and x.data_ptr() % ALIGNMENT else x
+def _dense(x: Tensor) -> Tensor:
+    """The tensor, or a copy that `grouped_mm` takes.
+
+    A tensor with one row or none may be contiguous in torch's eyes whatever its strides are, and parameters in a buffer
+    of several may start anywhere, which devices do not take.
+    """
+    strides = [1]
+    for size in reversed(x.shape[1:]):
+        strides.insert(0, strides[0] * max(size, 1))
+    if x.stride() != tuple(strides) or (x.is_cuda and x.data_ptr() % ALIGNMENT):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
 
 
 class _DenseGradient(torch.autograd.Function):
@@ -208,4 +216,4 @@ class _DenseGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0].contiguous()
+        return _dense(gradients[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
 from typing import Any, NoReturn
 
 import torch
@@ -11,13 +11,15 @@ from torch import Tensor, nn
 
 from lightning_hybrid.experts.balance import BalanceOver, PairCounts, balance_loss
 from lightning_hybrid.experts.bank import Activation, DenseMLP, Experts, Implementation
+from lightning_hybrid.experts.loss_free import LossFree
 from lightning_hybrid.experts.passes import Pass, current_pass
-from lightning_hybrid.experts.routers import Router, TopK, check_coefficients
+from lightning_hybrid.experts.router import Router, check_coefficients
+from lightning_hybrid.experts.routers import ExpertChoice, NoisyTopK, make_router
 from lightning_hybrid.experts.statistics import RoutingStatistics
 from lightning_hybrid.functional.routing import Assignment, Rounding, capacity_of, keep_first
 from lightning_hybrid.parallel.pipeline.auxiliary import add_auxiliary_loss
 
-ROUTERS: dict[str, Callable[..., Router]] = {"topk": TopK}
+BALANCED = (NoisyTopK, ExpertChoice, LossFree)  # routers that keep the balance by themselves
 
 
 class MoELayer(nn.Module):
@@ -33,8 +35,8 @@ class MoELayer(nn.Module):
         dim: D, the width of a token.
         hidden_dim: H, of each expert.
         num_experts: E.
-        router: "topk", or a `Router`.
-        top_k: Experts of each token, as for the router of that name; None for its default (2).
+        router: "topk", "noisy_topk", "switch", "gshard", "expert_choice" or "loss_free", or a `Router`.
+        top_k: Experts of each token; None for the router's default, which is 2, and 1 for "switch".
         capacity_factor: An expert takes capacity_factor * T * top_k / E pairs of the T tokens of a group, in the order
             of the router, and the others are dropped: there its output is 0, and the token goes on through the model's
             residual connection (arXiv:2101.03961, section 2.2). None drops nothing.
@@ -43,7 +45,8 @@ class MoELayer(nn.Module):
         shared_experts: How many experts compute every token, as one dense network of this times H (arXiv:2401.06066).
         activation: "gelu", "relu", "silu", "swiglu", or a function that treats each row of [R, H] alike.
         bias: Of the experts' products.
-        balance_loss: Coefficient of the balance loss; 0 for none.
+        balance_loss: Coefficient of the balance loss; 0 for none. None is 0.01 (arXiv:2101.03961, section 2.2), and 0
+            with "noisy_topk", "expert_choice" and "loss_free", which balance in ways of their own.
         balance_over: Which pairs its fractions are counted over, before dropping: those of one "sequence", of the
             "micro_batch" on all replicas, or "global", of the accumulation window so far on all replicas.
         implementation: "grouped" products (`torch.nn.functional.grouped_mm`), a "loop" over the experts, or "auto".
@@ -74,26 +77,25 @@ class MoELayer(nn.Module):
         shared_experts: int = 0,
         activation: Activation = "gelu",
         bias: bool = False,
-        balance_loss: float = 0.01,
+        balance_loss: float | None = None,
         balance_over: BalanceOver = "sequence",
         implementation: Implementation = "auto",
     ) -> None:
         super().__init__()
-        check_coefficients(balance_loss=balance_loss)
+        check_coefficients(balance_loss=balance_loss or 0.0)
         if capacity_factor is not None:
-            capacity_of(1, 1, 1, capacity_factor, capacity_rounding, 1 if min_capacity is None else min_capacity)
+            capacity_of(1, 1, 1, capacity_factor, capacity_rounding, min_capacity or 0)  # refuses what is none
         if shared_experts < 0:
             raise ValueError(f"shared_experts={shared_experts} is no number of experts: give 0 for none.")
         self.dim, self.num_experts = dim, num_experts
-        self.capacity_factor, self.capacity_rounding, self.min_capacity = (
-            capacity_factor,
-            capacity_rounding,
-            min_capacity,
-        )
+        self.capacity_factor, self.min_capacity = capacity_factor, min_capacity
+        self.capacity_rounding: Rounding = capacity_rounding
         self.router = _router_of(router, dim, num_experts, top_k)
+        _check_choice(self.router, capacity_factor)
         self.experts = Experts(dim, hidden_dim, num_experts, activation, bias=bias, implementation=implementation)
         self.shared = DenseMLP(dim, shared_experts * hidden_dim, activation, bias=bias) if shared_experts else None
-        self.coefficient, self.reduces = balance_loss, True
+        usual = 0.0 if isinstance(self.router, BALANCED) else 0.01
+        self.coefficient, self.reduces = usual if balance_loss is None else balance_loss, True
         self.statistics = RoutingStatistics(num_experts)
         self._pairs = PairCounts(balance_over)
 
@@ -105,13 +107,17 @@ class MoELayer(nn.Module):
         """
         if x.shape[-1] != self.dim:
             raise ValueError(f"The input has shape {list(x.shape)}, and the layer is for tokens of dim={self.dim}.")
+        out: Tensor = _compute(self, x)
+        return out
+
+    def compute(self, x: Tensor) -> Tensor:
+        """What `forward` is, without its check."""
         tokens = x.reshape(-1, self.dim)
         num_sequences = x.shape[0] if x.ndim > 2 and len(tokens) else 1
         assignment = self.router(tokens, num_sequences)
         kept = self._within_capacity(assignment, num_sequences)
         out, counts = self._mix(tokens, assignment, kept)
-        result: Tensor = _account(self, out.view(x.shape), assignment, num_sequences, counts)
-        return result
+        return self._account(out.view(x.shape), assignment, num_sequences, counts)
 
     def _within_capacity(self, assignment: Assignment, num_sequences: int) -> Tensor | None:
         """Numbers of the pairs that stay; None for all."""
@@ -133,12 +139,12 @@ class MoELayer(nn.Module):
         """The weighted sum of what the experts make of the tokens, [T, D], and how many tokens each got, [E]."""
         numbers, experts, weights = assignment.tokens, assignment.experts, assignment.weights
         if kept is not None:
-            numbers, experts, weights = numbers[kept], experts[kept], weights[kept]
+            numbers, experts, weights = numbers[kept], experts[kept], weights.index_select(0, kept)
         experts, order = experts.sort(stable=True)
-        numbers, weights = numbers[order], weights[order]
+        numbers, weights = numbers[order], weights.index_select(0, order)
         counts = count(experts, self.num_experts)
         beside: list[Tensor] = []
-        made = self.experts(tokens[numbers], counts, lambda: beside.extend(self._shared(tokens)))
+        made = self.experts(tokens.index_select(0, numbers), counts, lambda: beside.extend(self._shared(tokens)))
         weighted = made * weights[:, None]  # in the wider type of the two, which sums over a token's experts keep
         out = weighted.new_zeros(len(tokens), self.dim).index_add(0, numbers, weighted).to(made.dtype)
         for output in beside:
@@ -156,8 +162,8 @@ class MoELayer(nn.Module):
     def _trains_shared(self) -> bool:
         return self.shared is not None and any(parameter.requires_grad for parameter in self.shared.parameters())
 
-    def account(self, out: Tensor, assignment: Assignment, num_sequences: int, kept: Tensor) -> Tensor:
-        """Count a training pass, and add its losses to the output; `forward` does this."""
+    def _account(self, out: Tensor, assignment: Assignment, num_sequences: int, kept: Tensor) -> Tensor:
+        """Count a training pass, and add its losses to the output."""
         at = current_pass() if self.training else Pass.OTHER
         if at is Pass.OTHER:
             return out
@@ -219,12 +225,12 @@ class MoELayer(nn.Module):
         return f"capacity_factor={self.capacity_factor}, balance={self.coefficient} over {self.balance_over}"
 
 
-def _account_as_written(layer: MoELayer, *args: Any) -> Any:
-    return layer.account(*args)
+def _compute_as_written(layer: MoELayer, x: Tensor) -> Tensor:
+    return layer.compute(x)
 
 
-# compiled code would keep what it counts
-_account = torch.compiler.disable(_account_as_written)
+# shapes depend on what is routed where, and compiled code would keep what is counted
+_compute = torch.compiler.disable(_compute_as_written)
 
 
 def count(numbers: Tensor, size: int) -> Tensor:
@@ -241,7 +247,20 @@ def _router_of(router: str | Router, dim: int, num_experts: int, top_k: int | No
                     f"The layer has {name}={value}, and its router {name}={getattr(router, name)}: give both the same."
                 )
         return router
-    if router not in ROUTERS:
-        names = ", ".join(map(repr, ROUTERS))
-        raise ValueError(f"router={router!r} is unknown: choose one of {names}, or give a Router.")
-    return ROUTERS[router](dim, num_experts, **({} if top_k is None else {"top_k": top_k}))
+    return make_router(router, dim, num_experts, top_k=top_k)
+
+
+def _check_choice(router: Router, capacity_factor: float | None) -> None:
+    """Refuse a second capacity where experts choose tokens, and say what that means."""
+    if isinstance(router, ExpertChoice) and capacity_factor is not None:
+        raise ValueError(
+            f"capacity_factor={capacity_factor} of the layer would drop tokens that experts have chosen: give it to "
+            "the router, ExpertChoice(dim, num_experts, capacity_factor=...)."
+        )
+    if not router.is_causal:
+        warnings.warn(
+            f"{type(router).__name__} is not causal: a token's experts depend on later tokens, so that a model which "
+            "predicts the next token sees the future in training, and cannot when it generates. Use it in encoders, "
+            "or another router.",
+            stacklevel=3,
+        )

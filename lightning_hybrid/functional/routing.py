@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -35,6 +35,10 @@ class Assignment:
     weights: Tensor
     probabilities: Tensor
     losses: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def with_losses(self, losses: Mapping[str, Tensor]) -> Assignment:
+        """The same with more losses."""
+        return replace(self, losses={**self.losses, **losses})
 
 
 def best_first(scores: Tensor) -> Tensor:
@@ -99,6 +103,59 @@ def gshard(logits: Tensor, chances: Tensor) -> Assignment:
     return Assignment(both.tokens[is_kept], both.experts[is_kept], both.weights[is_kept], both.probabilities)
 
 
+def expert_choice(logits: Tensor, capacity: int, num_groups: int = 1) -> Assignment:
+    """Let each expert take the tokens most probable for it (arXiv:2202.09368, section 3.2, equation 1).
+
+    Args:
+        logits: [T, E].
+        capacity: k, how many tokens an expert takes of each group; of a smaller group, all.
+        num_groups: The T tokens are this many equal runs, of which no expert compares tokens of different ones.
+
+    Returns:
+        Pairs of all experts' first choices, then of all second ones. A token may be in no pair, or in E.
+    """
+    num_tokens, num_experts = logits.shape
+    first = first_of_groups(num_tokens, num_groups, logits.device)
+    probabilities = logits.softmax(-1)
+    by_expert = probabilities.view(num_groups, num_tokens // num_groups, num_experts).transpose(1, 2)
+    chosen = best_first(by_expert)[:, :, :capacity]  # [groups, E, k]
+    weights = by_expert.gather(2, chosen)
+    experts = torch.arange(num_experts, device=logits.device).expand(chosen.shape[2], num_groups, num_experts)
+    tokens = (chosen + first[:, None, None]).permute(2, 0, 1)
+    return Assignment(tokens.reshape(-1), experts.reshape(-1), weights.permute(2, 0, 1).reshape(-1), probabilities)
+
+
+def loss_free(scores: Tensor, bias: Tensor, k: int, renormalize: bool) -> Assignment:
+    """Choose k experts by score plus bias, and weight them by score (arXiv:2408.15664, section 3, equation 3).
+
+    Args:
+        scores: [T, E], at least 0: sigmoids or a softmax of the logits.
+        bias: [E], without a gradient.
+        k: At most E.
+        renormalize: Divide a token's k weights by their sum (DeepSeek-V3, arXiv:2412.19437, equation 13).
+
+    Returns:
+        The probabilities are the scores over their sum (DeepSeek-V3, equation 19).
+    """
+    chosen = best_first(scores.detach() + bias)[:, :k]
+    weights = scores.gather(1, chosen)
+    weights = share_of_sum(weights) if renormalize else weights
+    return in_choice_order(chosen, weights, share_of_sum(scores))
+
+
+def balanced_bias(bias: Tensor, counts: Tensor, speed: float) -> Tensor:
+    """The bias after a step: plus `speed` where an expert got less than the mean, minus where more.
+
+    Source: arXiv:2408.15664, section 3, algorithm 1. Integers are compared, so that a mean is met exactly.
+
+    Args:
+        bias: [E].
+        counts: [E], integers: how many pairs each expert was in since the last step.
+        speed: u, 0.001 in the paper.
+    """
+    return bias + speed * (counts.sum() - len(counts) * counts).sign()
+
+
 def router_z_loss(logits: Tensor) -> Tensor:
     """Mean over the tokens of the squared log-sum-exp of their logits (ST-MoE, arXiv:2202.08906, equation 5).
 
@@ -122,7 +179,7 @@ def capacity_of(
     """How many tokens an expert takes: factor * num_tokens * top_k / num_experts, rounded, and at least `minimum`.
 
     Switch (arXiv:2101.03961, section 2.2, equation 3) has top_k = 1. The factor counts as the decimal number that it is
-    printed as: in floats, 1.1 * 10 is 11.000000000000002, and rounded up 12.
+    printed as: in floats, 1.1 * 50 is 55.00000000000001, and rounded up 56.
 
     Args:
         num_tokens: Of the group whose tokens share the capacity.
@@ -130,7 +187,7 @@ def capacity_of(
         top_k: Experts of each token.
         factor: Above 0.
         rounding: "floor" or "ceil".
-        minimum: At least 0.
+        minimum: At least 0, which lets a caller refuse a capacity of 0.
 
     Raises:
         ValueError: If the factor is not a positive number, the rounding is another word, or the minimum is below 0.
@@ -140,7 +197,7 @@ def capacity_of(
     if rounding not in ("floor", "ceil"):
         raise ValueError(f'rounding={rounding!r} is unknown: choose "floor" or "ceil".')
     if minimum < 0:
-        raise ValueError(f"A minimum capacity of {minimum} is no number of tokens: give at least 1.")
+        raise ValueError(f"minimum={minimum} is no number of tokens: give at least 1, so that each expert takes one.")
     exact = Fraction(str(factor)) * num_tokens * top_k / num_experts
     return max(math.floor(exact) if rounding == "floor" else math.ceil(exact), minimum)
 
@@ -158,19 +215,20 @@ def keep_first(assignment: Assignment, num_experts: int, capacity: int, num_grou
     Returns:
         [P], bool.
     """
-    groups = group_of(assignment.tokens, len(assignment.probabilities), num_groups)
+    first = first_of_groups(len(assignment.probabilities), num_groups, assignment.tokens.device)
+    groups = torch.searchsorted(first, assignment.tokens, right=True) - 1
     queues = groups * num_experts + assignment.experts
     queues, order = queues.sort(stable=True)
     places = torch.arange(len(queues), device=queues.device) - torch.searchsorted(queues, queues)
     return torch.empty_like(queues, dtype=torch.bool).scatter_(0, order, places < capacity)
 
 
-def group_of(tokens: Tensor, num_tokens: int, num_groups: int) -> Tensor:
-    """The group that each token is in, where `num_tokens` are `num_groups` equal runs.
+def first_of_groups(num_tokens: int, num_groups: int, device: torch.device) -> Tensor:
+    """The first token of each group, where the tokens are equal runs.
 
     Raises:
         ValueError: If they cannot be equal.
     """
     if num_groups < 1 or num_tokens % num_groups:
         raise ValueError(f"{num_tokens} tokens are not {num_groups} equal groups: give sequences of one length.")
-    return tokens // max(num_tokens // num_groups, 1)
+    return torch.arange(num_groups, device=device) * (num_tokens // num_groups)
