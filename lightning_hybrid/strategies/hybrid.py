@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_hybrid.compat import around_dump
 from lightning_hybrid.strategies import checks
-from lightning_hybrid.strategies.assembly import assemble
+from lightning_hybrid.strategies.assembling import assemble
 from lightning_hybrid.strategies.evaluation import next_epoch
 from lightning_hybrid.strategies.measured import MeasuredStrategy
 from lightning_hybrid.strategies.optimizers import ParameterGroups

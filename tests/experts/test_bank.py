@@ -164,19 +164,3 @@ def test_experts_start_as_linear_layers_do_each_on_its_own():
 def test_what_makes_no_experts_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Experts(**({"dim": 4, "hidden_dim": 4, "num_experts": 2} | options))
-
-
-def test_what_can_wait_for_no_token_runs_while_they_travel():
-    seen = []
-
-    class Exchange:
-        def dispatch(self, tokens, counts):
-            seen.append("sent")
-            return tokens.flip(0), counts.flip(0), lambda outputs: seen.append("back") or outputs.flip(0)
-
-    bank, tokens = bank_of(), torch.randn(5, DIM, dtype=torch.float64)
-    expected = bank.compute(tokens.flip(0), torch.tensor([0, 0, 2, 3])).flip(0)
-    bank.exchange = Exchange()
-    out = bank(tokens, torch.tensor([3, 2, 0, 0]), lambda: seen.append("meanwhile"))
-    assert torch.equal(out, expected)
-    assert seen == ["sent", "meanwhile", "back"]

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_hybrid.parallel.mesh import Layout
-from lightning_hybrid.strategies.assembly import assemble
+from lightning_hybrid.strategies.assembling import assemble
 from lightning_hybrid.strategies.layouts import choose_layout, choose_stages
 from lightning_hybrid.strategies.optimizers import ParameterGroups
 from lightning_hybrid.strategies.survey import survey
