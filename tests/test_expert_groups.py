@@ -90,11 +90,8 @@ def fit_all(tasks):
 
 
 LAYOUTS = {
-    2: [{"zero_stage": 0}, {"zero_stage": 0, "expert_parallel_size": 2}, {"zero_stage": 3, "expert_parallel_size": 2}],
-    4: [
-        {"zero_stage": 1, "pipeline": 2, "expert_parallel_size": 2},
-        {"zero_stage": 0, "tensor_parallel_size": 2, "expert_parallel_size": 2},
-    ],
+    2: [{"zero_stage": 0}, {"zero_stage": 3, "expert_parallel_size": 2}],
+    4: [{"zero_stage": 1, "pipeline": 2, "expert_parallel_size": 2}],
 }
 
 
