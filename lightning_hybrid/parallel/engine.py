@@ -102,7 +102,8 @@ class Engine(Holdings):
 
     def spread(self, number: int) -> tuple[int, int]:
         """Least and most over the replicas, where all must run equally many passes; they call it together."""
-        if self.mesh.layout.data == 1 or (self.zero.stage < 2 and self.experts is None):
+        together = self.zero.stage >= 2 or self.experts is not None or self.balancing.in_passes
+        if self.mesh.layout.data == 1 or not together:
             return number, number
         least, most = maxima(self.mesh, -number, number)
         return -least, most

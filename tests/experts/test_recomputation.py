@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from lightning_hybrid.experts import MoELayer
 from tests.launch import run_trainers
-from tests.small import Small, fit, hybrid, loader, weights
+from tests.small import Small, fit, hybrid, loader, samples, weights
 
 
 class Block(nn.Module):
@@ -15,9 +17,7 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.moe = MoELayer(
-            2, 5, 4, balance_loss=0.3, balance_over=self.over, activation="swiglu", shared_experts=1
-        )
+        self.moe = MoELayer(2, 5, 4, balance_loss=0.3, balance_over=self.over, activation="swiglu", shared_experts=1)
 
     def forward(self, x):
         return x + self.moe(x.view(len(x), 3, 2)).view(x.shape)  # a sample is a sequence
@@ -83,3 +83,15 @@ def test_replicas_with_one_microbatch_balance_over_their_whole_batch():
     whole = type("Whole", (Plain,), {"block": OverBatch})()
     expected = dict(weights(fit(whole, loader(30, 10))))
     torch.testing.assert_close(found, [expected] * len(kinds))
+
+
+def uneven():
+    """A replica with three samples for three micro-batches, and one with a single sample."""
+    number = 3 if dist.get_rank() == 0 else 1
+    whole = type("Whole", (Plain,), {"block": OverBatch})()
+    strategy = hybrid(pipeline=1, microbatches=3, zero_stage=1)
+    return fit(whole, DataLoader(samples(number), number), strategy, use_distributed_sampler=False).global_step
+
+
+def test_replicas_that_count_together_run_equally_many_microbatches():
+    assert run_trainers(2, uneven) == [1, 1]

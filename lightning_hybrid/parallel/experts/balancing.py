@@ -15,7 +15,7 @@ class Balancing:
     """The modules of a model that count, found by what they have.
 
     `balance_group` takes the replicas that count together, `reduces` is False while passes are not to be counted, and
-    `start_window()` begins an accumulation window.
+    `start_window()` begins an accumulation window. One whose `balance_over` is not "sequence" counts in every pass.
 
     Args:
         root: The model.
@@ -25,6 +25,11 @@ class Balancing:
     def __init__(self, root: nn.Module, mesh: Mesh) -> None:
         self._modules: list[Any] = [module for module in root.modules() if hasattr(type(module), "balance_group")]
         self._group = mesh.data_group if mesh.layout.data > 1 else None
+
+    @property
+    def in_passes(self) -> bool:
+        """Whether replicas meet in each training pass, of which they must then run equally many."""
+        return any(getattr(module, "balance_over", "sequence") != "sequence" for module in self._modules)
 
     def install(self) -> None:
         """From now on the replicas count together."""
