@@ -2,11 +2,13 @@
 
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from torch import nn
 from torch.testing import assert_close
 
+from lightning_hybrid.experts import LossFree, MoELayer
 from tests.launch import run_trainers
-from tests.small import hybrid, trainer_of, weights
-from tests.test_expert_parity import Mixtures, data, loader
+from tests.small import WIDTH, hybrid, trainer_of, weights
+from tests.test_expert_parity import NUM_EXPERTS, Mixture, Mixtures, data, loader
 
 BATCHES, BATCH, WINDOW, LAST = 6, 8, 2, 2  # saved behind the third batch, within a window
 LAYOUTS = {
@@ -38,13 +40,25 @@ class Saves(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def train(layout, form, path=None, resume=None):
+class Counted(Mixtures):
+    """Its first layer counts over windows, and the router of its second moves a bias behind each."""
+
+    block, depth = None, 0
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Mixture(), Mixture()]).double()
+        self.blocks[0].mixture = MoELayer(WIDTH, 5, NUM_EXPERTS, balance_loss=0.3, balance_over="global").double()
+        self.blocks[1].mixture = MoELayer(WIDTH, 5, NUM_EXPERTS, LossFree(WIDTH, NUM_EXPERTS, speed=0.1)).double()
+
+
+def train(layout, form, path=None, resume=None, module=Mixtures):
     data_size = dist.get_world_size() // layout["pipeline"]
     saves = Saves(path)
-    strategy = hybrid(**layout, microbatches=2 if layout["pipeline"] > 1 else 1, state_dict_type=form)
+    strategy = hybrid(**{"microbatches": layout["pipeline"], **layout}, state_dict_type=form)
     trainer = trainer_of(strategy, accumulate_grad_batches=WINDOW, callbacks=[saves], gradient_clip_val=0.5)
     batches = loader(data(BATCHES * BATCH), dist.get_rank() % data_size, data_size, BATCH)
-    trainer.fit(Mixtures(), batches, ckpt_path=resume)
+    trainer.fit(module(), batches, ckpt_path=resume)
     return saves.seen, dict(weights(trainer)), trainer.strategy.optimizer_state(trainer.optimizers[0]).get("state")
 
 
@@ -75,3 +89,26 @@ def test_any_share_of_the_experts_goes_on_from_any_other(tmp_path):
         for (index, (s, i)), found in zip(tasks, outcomes[0], strict=True):
             about = {"msg": lambda t, a=LAYOUTS[size][index], b=LAYOUTS[s][i]: f"{a} from {b}: {t}"}
             assert_close(found, (losses[LAST + 1 :], state, moments), **close, **about)
+
+
+COUNTED = {2: [{"pipeline": 1, "expert_parallel_size": 2}, {"pipeline": 2, "microbatches": 1}], 1: [{"pipeline": 1}]}
+
+
+def count_and_go_on(folder, sources):
+    """Save within a window under each layout of this size; then go on under each from all that has been saved."""
+    size, found = dist.get_world_size(), []
+    for index, layout in enumerate(COUNTED[size]):
+        found.append(train(layout, "sharded", folder / f"{size}-{index}.ckpt", module=Counted))
+    return [*found, *(train(at, "full", resume=path, module=Counted) for at in COUNTED[size] for path in sources)]
+
+
+def test_counts_of_a_window_go_on_under_any_layout(tmp_path):
+    """Those of a loss over the window, and of a bias that moves at its end."""
+    ones = run_trainers(1, count_and_go_on, tmp_path, [])[0]
+    sources = [tmp_path / "1-0.ckpt"]
+    twos = run_trainers(2, count_and_go_on, tmp_path, [*sources, tmp_path / "2-0.ckpt", tmp_path / "2-1.ckpt"])[0]
+    (losses, state, moments), close = ones[0], {"rtol": 1e-9, "atol": 1e-12}
+    for whole in twos[:2]:
+        assert_close(whole, (losses, state, moments), **close)
+    for rest in twos[2:]:
+        assert_close(rest, (losses[LAST + 1 :], state, moments), **close)

@@ -57,6 +57,7 @@ class PairCounts:
 
     Attributes:
         group: The replicas; None for this process alone.
+        window: [E], what "global" has counted; None before anything.
 
     Raises:
         ValueError: If `over` is another word.
@@ -71,7 +72,7 @@ class PairCounts:
 
     def start_window(self) -> None:
         """Forget what has been counted."""
-        self._window: Tensor | None = None
+        self.window: Tensor | None = None
         self._ahead: list[_Ahead] = []
 
     def end_step(self) -> None:
@@ -79,7 +80,7 @@ class PairCounts:
 
         A pass whose backward pass is still to come, as in a model with two optimizers, may have it until the next step.
         """
-        self._window = None
+        self.window = None
         self._ahead = [kept for kept in self._ahead if not kept.is_old]
         for kept in self._ahead:
             kept.is_old = True
@@ -100,7 +101,7 @@ class PairCounts:
             dist.all_reduce(total, group=self.group)
         if self.over == "global":
             _open.add(self)
-            total = self._window = total if self._window is None else self._window.to(total.device) + total
+            total = self.window = total if self.window is None else self.window.to(total.device) + total
         return total[None]
 
     def keep(self, experts: Tensor, counts: Tensor) -> None:
@@ -129,7 +130,7 @@ class PairCounts:
 
     def __getstate__(self) -> dict[str, Any]:
         """What another process can use."""
-        return {"over": self.over, "group": None, "_window": None, "_ahead": []}
+        return {"over": self.over, "group": None, "window": None, "_ahead": []}
 
 
 _open: WeakSet[PairCounts] = WeakSet()  # those that have had something to forget

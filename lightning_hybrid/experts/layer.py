@@ -199,6 +199,20 @@ class MoELayer(nn.Module):
         self._pairs.start_window()
 
     @property
+    def counts_windows(self) -> bool:
+        """Counts belong to a window."""
+        return self.balance_over == "global"
+
+    def window_counts(self, *, first: bool) -> Tensor:
+        """Those of the window so far over all ranks, on the first of them, else zeros, [E]."""
+        counts = self._pairs.window if first else None
+        return torch.zeros(self.num_experts, dtype=torch.int64) if counts is None else counts
+
+    def resume_window(self, counts: Tensor, *, first: bool) -> None:
+        """Go on from there, which every rank does."""
+        self._pairs.window = counts
+
+    @property
     def balance_over(self) -> BalanceOver:
         """What the balance loss is counted over."""
         return self._pairs.over

@@ -91,6 +91,19 @@ class LossFree(Router):
     def start_window(self) -> None:
         """An accumulation window begins, as a strategy tells: the counts of a step that was skipped stay."""
 
+    @property
+    def counts_windows(self) -> bool:
+        """Counts belong to a window."""
+        return True
+
+    def window_counts(self, *, first: bool) -> Tensor:
+        """Those of this rank since the last step, [E]."""
+        return _counts_of(self)
+
+    def resume_window(self, counts: Tensor, *, first: bool) -> None:
+        """Go on from the sum over all ranks, which the first of them takes."""
+        self.counts = counts if first else None
+
     def assign(self, logits: Tensor, x: Tensor, num_groups: int) -> Assignment:
         """Decide by the logits, as `Router.assign` says."""
         scores = logits.sigmoid() if self.scores == "sigmoid" else logits.softmax(-1)

@@ -13,6 +13,8 @@ from lightning_hybrid.parallel.checkpoint.window import Reader, restore_window, 
 from lightning_hybrid.parallel.engine import Engine
 from lightning_hybrid.strategies.losses import Turn, Window
 
+PAIRS = "pairs"  # entry of the numbers: what routers and layers have counted
+
 
 def kept_window(engine: Engine, window: Window) -> tuple[Parts, dict[str, Any]]:
     """What a checkpoint keeps of the window that goes on; every rank calls it between two batches.
@@ -20,7 +22,8 @@ def kept_window(engine: Engine, window: Window) -> tuple[Parts, dict[str, Any]]:
     Returns:
         This rank's part of its gradients, by name; numbers, equal on all ranks. Both are empty where no window goes on.
     """
-    return window_parts(engine), asdict(window) if engine.in_window else {}
+    parts = window_parts(engine)
+    return parts, {**asdict(window), PAIRS: engine.balancing.window()} if engine.in_window else {}
 
 
 class ResumedWindow:
@@ -53,7 +56,7 @@ class ResumedWindow:
                     "optimizer is made of the other batches alone."
                 )
             return
-        saved = Window(**self._numbers)
+        saved = Window(**{name: number for name, number in self._numbers.items() if name != PAIRS})
         if saved.num_batches != turn.index:
             raise ValueError(
                 f"The checkpoint has gradients of {saved.num_batches} batch(es) of an accumulation window that goes on "
@@ -62,4 +65,5 @@ class ResumedWindow:
                 "checkpoint."
             )
         restore_window(engine, self._reader, factor=saved.factor(turn))
+        engine.balancing.resume_window(self._numbers.get(PAIRS, {}))
         vars(window).update(vars(saved))
