@@ -1,6 +1,7 @@
 """Callbacks: one technique or measurement a file, usable with any strategy."""
 
 from lightning_hybrid.callbacks.communication_ledger import CommunicationLedger
+from lightning_hybrid.callbacks.expert_monitor import ExpertMonitor
 from lightning_hybrid.callbacks.memory_ledger import MemoryLedger
 
-__all__ = ["CommunicationLedger", "MemoryLedger"]
+__all__ = ["CommunicationLedger", "ExpertMonitor", "MemoryLedger"]

@@ -24,7 +24,17 @@ class RoutingStatistics:
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
+        self._followers: list[RoutingStatistics] = []
         self.reset()
+
+    def follow(self) -> RoutingStatistics:
+        """Others that count the same passes from now on, and are reset on their own."""
+        self._followers.append(RoutingStatistics(self.num_experts))
+        return self._followers[-1]
+
+    def leave(self, follower: object) -> None:
+        """Let those count no more."""
+        self._followers = [other for other in self._followers if other is not follower]
 
     def reset(self) -> None:
         """Begin anew."""
@@ -43,13 +53,20 @@ class RoutingStatistics:
             losses: Scalars by name, times their coefficients.
         """
         with torch.no_grad():
-            self.num_passes += 1
-            self.num_tokens += len(probabilities)
-            self._counts = self._counts.to(counts.device) + counts
-            self._kept = self._kept.to(kept.device) + kept
-            self._entropy = _added(self._entropy, torch.special.entr(probabilities.detach()).sum())
-            for name, loss in losses.items():
-                self._losses[name] = _added(self._losses.get(name, 0.0), loss.detach())
+            entropy = torch.special.entr(probabilities.detach()).sum()
+            for each in (self, *self._followers):
+                each._add(counts, kept, len(probabilities), entropy, losses)
+
+    def _add(
+        self, counts: Tensor, kept: Tensor, num_tokens: int, entropy: Tensor, losses: Mapping[str, Tensor]
+    ) -> None:
+        self.num_passes += 1
+        self.num_tokens += num_tokens
+        self._counts = self._counts.to(counts.device) + counts
+        self._kept = self._kept.to(kept.device) + kept
+        self._entropy = _added(self._entropy, entropy)
+        for name, loss in losses.items():
+            self._losses[name] = _added(self._losses.get(name, 0.0), loss.detach())
 
     @property
     def counts(self) -> Tensor:
