@@ -199,7 +199,7 @@ class Mesh:
         same = [ranks[i::size] for ranks in datas for i in range(size)]
         together = [ranks[i : i + size] for ranks in datas for i in range(0, len(ranks), size)]
         replicate = self.layout.replicate if self.layout.shard > 1 else self.layout.replicate // size
-        return self._peers(same, replicate, "expert data"), self.group(together, "expert")
+        return self._peers(same, replicate, "data experts"), self.group(together, "expert")
 
     def _peers(self, partition: list[list[int]], replicate: int, name: str) -> Peers:
         """This rank's of a partition of the world, each part of which holds `replicate` copies of something."""

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_hybrid.callbacks import ExpertMonitor
+from lightning_hybrid.callbacks import CommunicationLedger, ExpertMonitor
 from lightning_hybrid.experts.layer import MoELayer
 from lightning_hybrid.experts.routers import TopK
 from lightning_hybrid.functional.loads import Routed
@@ -155,12 +155,25 @@ LAYOUTS = {  # size of the data axis, and the strategy
 }
 
 
+def sent():
+    """What the last step routed, and what travelled on the axis of the experts."""
+    ledger, monitor = CommunicationLedger(), ExpertMonitor(1, picture=False)
+    strategy = hybrid(1, 1, 1, expert_parallel_size=2)
+    fit(Mixtures(), batches(2), strategy, callbacks=[ledger, monitor])
+    payloads = {}
+    for row, traffic in ledger.world.items():
+        if row.axis == "expert":
+            payloads[row.phase, row.dtype] = payloads.get((row.phase, row.dtype), 0) + traffic.payload
+    return monitor.last, payloads
+
+
 def over_two():
     outcomes = {}
     for name, (data, strategy) in LAYOUTS.items():
         strategy = strategy if isinstance(strategy, str) else hybrid(**strategy)
         model = RecomputedMixtures if name in ("expert", "pipeline") else Validated
         outcomes[name] = monitored(model(), strategy, data)
+    outcomes["bytes"] = sent()
     outcomes["accumulated"] = monitored(Validated(), hybrid(2), accumulate_grad_batches=2)
     return outcomes
 
@@ -175,6 +188,14 @@ def test_all_ranks_of_every_layout_count_what_one_process_does():
         if name == "tensor":  # both ranks count all tokens, which shares do not show
             windows = [(step, {key: halved(value) for key, value in layers.items()}) for step, layers in windows]
         check((windows, logged), expected, [2, 4, 5])
+    layers, payloads = first["bytes"]
+    kept = sum(routed.num_pairs - sum(routed.dropped) for routed in layers.values())
+    there_and_back, counts = 2 * kept * WIDTH * 8, 2 * len(layers) * NUM_EXPERTS * 8
+    assert payloads == {
+        ("forward", "int64"): counts,
+        ("forward", "float64"): there_and_back,
+        ("backward", "float64"): there_and_back,
+    }
     windows, _ = first["accumulated"]
     assert [step for step, _ in windows] == [2, 3]
     assert [sum(routed.num_tokens for routed in layers.values()) for _, layers in windows] == [

@@ -24,7 +24,7 @@ from lightning_hybrid.compat import before_backend, in_backward
 from lightning_hybrid.functional.traffic import ring_bytes
 from lightning_hybrid.functional.trees import leaves_of
 
-AXES = ("pipeline", "data", "tensor", "holders", "world", "other")
+AXES = ("pipeline", "data", "tensor", "expert", "holders", "world", "other")
 PHASES = ("forward", "backward", "step")
 
 OPERATIONS = {  # of c10d -> collective, positions of the argument that is handed over and of the whole tensor
