@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from examples import checkpoints as checkpoints_example
 from examples import meta as meta_example
+from examples import moe as moe_example
 from examples.gpt import GPT, StandardLibrary, Windows, library_files, read, split
 from examples.ledgers import main as ledgers
 from lightning_hybrid.cli.main import main
@@ -125,6 +126,30 @@ def test_no_process_holds_more_than_its_share_of_the_model_on_the_meta_device():
         assert size == whole
         assert held == whole / 2
         assert loss < 7.9
+
+
+def mixtures(folder):
+    sizes = {"width": 16, "depth": 2, "heads": 2, "context": 16, "learning_rate": 2e-2}
+    return moe_example.main(4, steps=12, num_seeds=3, picture=str(folder), **sizes)
+
+
+def test_experts_over_four_processes_learn_beside_a_dense_model(tmp_path):
+    first, *others = run_trainers(4, mixtures, tmp_path)
+    assert others == [first] * 3
+    assert len(first) == 3
+    assert all(0 < bits < 7 for row in first for bits in row)  # 8 bits know nothing; nan is not below 7
+    assert len({bits for row in first for bits in row}) == 6
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.png")) == [
+        f"seed-{seed}/experts.png" for seed in range(3)
+    ]
+
+
+def test_mixture_and_dense_model_have_the_same_active_size_but_for_routers_and_biases():
+    mixture, dense = moe_example.MoEGPT(), GPT()
+    more = moe_example.active_size(mixture) - moe_example.active_size(dense)
+    routers = sum(p.numel() for name, p in mixture.named_parameters() if ".router." in name)
+    assert more == routers + 8 * 96  # the second expert's outer bias
+    assert moe_example.active_size(dense) == sum(p.numel() for p in dense.parameters())
 
 
 def never_stopped(folder):
