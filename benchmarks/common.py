@@ -78,7 +78,8 @@ def fit(module: LightningModule, batches: Sequence[Any], **keywords: Any) -> Non
 
 def seconds(job: Callable[[], object]) -> float:
     """Time a job that all ranks start together."""
-    dist.barrier()  # so that no rank times another's lateness
+    if dist.is_initialized():
+        dist.barrier()  # so that no rank times another's lateness
     start = time.perf_counter()
     job()
     return time.perf_counter() - start
