@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from typing import Any
 
@@ -30,8 +31,8 @@ class ExpertMonitor(Callback):
     - `experts/NAME/entropy`: mean entropy of a token's probabilities in nats, at most ln E.
 
     They are shares of sums over the replicas, equal on every rank. Only training passes count, each once; layers
-    that routed nothing are left out. At the end of `fit`, also one that an exception ends, rank 0 draws the loads as
-    heat maps: layers by experts, and each layer's experts over the steps.
+    that routed nothing are left out. At the end of `fit` rank 0 draws the loads as heat maps: layers by experts, and
+    each layer's experts over the steps. After an exception, ranks that it reaches draw what was read before.
 
     Args:
         every_n_steps: None for the Trainer's `log_every_n_steps`. A logger is given values at multiples of that only;
@@ -91,11 +92,11 @@ class ExpertMonitor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step > self._step:
             self._read(trainer)
-        self._finish(trainer)
+        self._finish(draws=trainer.is_global_zero)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._finish(trainer)  # with what was read: the other ranks may be anywhere
+        self._finish(draws=True)  # what was read, which all ranks have: nobody knows which of them get here
 
     def _read(self, trainer: Trainer) -> None:
         self._step = trainer.global_step
@@ -117,15 +118,17 @@ class ExpertMonitor(Callback):
             return path if path.endswith(".png") else os.path.join(path, FILE)
         return os.path.join(trainer.log_dir or trainer.default_root_dir, FILE)  # which all ranks ask for together
 
-    def _finish(self, trainer: Trainer) -> None:
+    def _finish(self, *, draws: bool) -> None:
         self._leave()
-        if not (trainer.is_global_zero and self._path and any(map(_has_pairs, self.history.windows))):
+        if not (draws and self._path and any(map(_has_pairs, self.history.windows))):
             return
         try:
+            picture = io.BytesIO()
+            loads_png(self.history, picture)
             files = get_filesystem(self._path)
             files.makedirs(os.path.dirname(self._path) or ".", exist_ok=True)
             with files.open(self._path, "wb") as file:
-                loads_png(self.history, file)
+                file.write(picture.getvalue())
         except Exception as error:  # whatever it is, the run and what has ended it count more than a picture
             rank_zero_warn(f"ExpertMonitor could not write {self._path}: {error}. Give it another path as `picture`.")
         self._path = ""

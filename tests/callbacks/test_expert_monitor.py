@@ -232,6 +232,22 @@ def test_a_run_that_fails_is_drawn_as_far_as_it_was_read_and_counts_no_more(tmp_
     assert not module.blocks[0].mixture.statistics._followers
 
 
+class StoppingOne(Mixtures):
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 3 and torch.distributed.get_rank() == 1:
+            raise RuntimeError("enough")
+
+
+def stopped_by_one(folder):
+    fit(StoppingOne(), batches(2), hybrid(1, 1, 1, expert_parallel_size=2), callbacks=[ExpertMonitor(1, folder)])
+
+
+def test_a_run_of_which_one_rank_fails_is_drawn_too(tmp_path):
+    with pytest.raises(RuntimeError, match="enough"):
+        run_trainers(2, stopped_by_one, tmp_path)
+    assert is_picture(tmp_path / "experts.png")
+
+
 def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path):
     (tmp_path / "file").touch()
     with pytest.warns(UserWarning, match="could not write"):
