@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from lightning_hybrid.functional.splits import Split
 from lightning_hybrid.parallel.data_parallel import maxima
 from lightning_hybrid.parallel.experts.bank import ExpertBank
 from lightning_hybrid.parallel.experts.exchange import TokenExchange
+from lightning_hybrid.parallel.experts.published import PublishedBank, adopt_published, unknown_experts
 from lightning_hybrid.parallel.mesh import Mesh
 
 
@@ -34,8 +35,9 @@ class ExpertParallel:
         assert mesh.expert_group is not None
         self._mesh, self._group = mesh, mesh.expert_group
         self.size, self.rank = self._group.size(), mesh.expert_rank
+        adopt_published(root)
         self.banks = banks_of(root)
-        check_banks(self.banks, self.size)
+        check_banks(self.banks, self.size, unknown_experts(root))
         numbers = {id(p): bank.num_experts for bank in self.banks.values() for p in bank.parameters()}
         named = list(root.named_parameters(remove_duplicate=False))
         self.splits = {name: Split(0, (numbers[id(p)],)) for name, p in named if id(p) in numbers}
@@ -106,13 +108,18 @@ class ExpertParallel:
         return whole.flatten(0, 1)
 
 
-def banks_of(root: nn.Module) -> dict[str, ExpertBank]:
+def banks_of(root: nn.Module) -> dict[str, ExpertBank | PublishedBank]:
     """Experts of all layers, by name."""
-    return {name: module for name, module in root.named_modules() if isinstance(module, ExpertBank)}
+    return {name: module for name, module in root.named_modules() if isinstance(module, ExpertBank | PublishedBank)}
 
 
-def check_banks(banks: dict[str, ExpertBank], size: int) -> None:
+def check_banks(banks: Mapping[str, ExpertBank | PublishedBank], size: int, unknown: str = "") -> None:
     """Refuse what cannot be split.
+
+    Args:
+        banks: Experts by name.
+        size: Ranks over which they are split.
+        unknown: What seems to be experts and is none of them.
 
     Raises:
         ValueError: Naming the layer, or saying that there is none.
@@ -120,7 +127,8 @@ def check_banks(banks: dict[str, ExpertBank], size: int) -> None:
     if not banks:
         raise ValueError(
             f"expert_parallel_size={size} splits experts, and the model has none that are known: neither a "
-            "lightning_hybrid.experts.MoELayer nor a mixture of transformers. Leave expert_parallel_size 1."
+            "lightning_hybrid.experts.MoELayer nor stacked experts of transformers. "
+            f"{unknown or 'Nothing in it looks like experts.'} Leave expert_parallel_size 1."
         )
     for name, bank in banks.items():
         if bank.num_experts % size:
