@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from transformers import (
     AriaTextConfig,
@@ -99,6 +100,8 @@ class Row(NamedTuple):
     zero: int = 0
     accumulate: int = 1
     balanced: bool = False
+    checkpointed: bool = False
+    sizes: tuple[int, ...] = ()
 
     @property
     def size(self):
@@ -114,16 +117,29 @@ class Row(NamedTuple):
         )
 
 
-ROWS = [
-    *(Row("mixtral", 2, 2, zero=zero, accumulate=1 + zero % 2) for zero in range(4)),
-    *(Row("olmoe", 2, 2, zero=zero) for zero in (0, 3)),
-    Row("mixtral", 2, 2, balanced=True),
-    *(Row("mixtral", 4, 2, zero=zero) for zero in (0, 2)),
-    *(Row("olmoe", 4, 2, zero=zero, accumulate=2) for zero in (1, 3)),
-    *(Row("mixtral", 2, 2, pipeline=2, zero=zero) for zero in (0, 3)),
-    Row("mixtral", 2, 1, tensor=2),
-    Row("mixtral", 2, 2, tensor=2),
-]
+ROWS = {
+    2: [
+        *(Row("mixtral", 2, 2, zero=zero, accumulate=1 + zero % 2) for zero in range(4)),
+        Row("olmoe", 2, 2, zero=3),
+        Row("mixtral", 2, 2, balanced=True),
+        Row("mixtral", 2, 2, zero=3, sizes=(7, 3, 2)),
+    ],
+    4: [
+        Row("olmoe", 4, 2, zero=1, accumulate=2),
+        Row("mixtral", 4, 2, zero=3),
+        *(Row("mixtral", 2, 2, pipeline=2, zero=zero, checkpointed=zero > 0) for zero in (0, 3)),
+        Row("mixtral", 2, 2, tensor=2),
+    ],
+}
+FULL = {
+    2: [Row("olmoe", 2, 2), Row("mixtral", 2, 2, sizes=(7, 3, 2)), Row("olmoe", 1, 1, pipeline=2)],
+    4: [
+        *(Row("olmoe", 4, 2, zero=zero, accumulate=2) for zero in (0, 2, 3)),
+        *(Row("mixtral", 4, 4, zero=zero) for zero in (0, 1, 2)),
+        Row("olmoe", 2, 2, pipeline=2, zero=2),
+        *(Row("mixtral", 2, expert, tensor=2, zero=2) for expert in (1, 2)),
+    ],
+}
 
 
 def words(number):
@@ -136,21 +152,29 @@ def loader(samples, rank=0, replicas=1, each=SAMPLES):
     return DataLoader(samples, each // replicas, sampler=sampler)
 
 
-def observed(row, strategy, rank=0, replicas=1, devices=1, checkpoint=None):
+def uneven(sizes, rank=0, replicas=1):
+    """Batches cut into parts that differ by one, the last maybe empty."""
+    batches = words(sum(sizes)).tensors[0].split(sizes)
+    return DataLoader([[batch.tensor_split(replicas)[rank]] for batch in batches], batch_size=None)
+
+
+def observed(row, strategy, rank=0, replicas=1, devices=1, path=None):
     """Losses of the last batch and of a validation with a partial batch, weights and states after clipped steps."""
     module = Language(row.kind, **(BALANCED if row.balanced else {}))
     keys, shapes = list(module.state_dict()), {name: p.shape for name, p in module.named_parameters()}
-    trainer = trainer_of(
-        strategy=strategy, devices=devices, accumulate_grad_batches=row.accumulate, gradient_clip_val=0.5
-    )
-    train, val = (words(number) for number in (SAMPLES * STEPS * row.accumulate, SAMPLES + 2))
-    trainer.fit(module, loader(train, rank, replicas), loader(val, rank, replicas))
+    if row.checkpointed:
+        module.model.activation_checkpointing_enable()
+    options = {"accumulate_grad_batches": row.accumulate, "gradient_clip_val": 0.5, "use_distributed_sampler": False}
+    trainer = trainer_of(strategy=strategy, devices=devices, **options)
+    train = loader(words(SAMPLES * STEPS * row.accumulate), rank, replicas)
+    val = loader(words(SAMPLES + 2), rank, replicas)
+    trainer.fit(module, uneven(row.sizes, rank, replicas) if row.sizes else train, val)
     if row.expert > 1 and row.zero == 0 and row.pipeline == 1:
         check_split(module, shapes, row.expert)
     weights = trainer.strategy.lightning_module_state_dict()
     assert not weights or list(weights) == keys
-    if checkpoint is not None:
-        trainer.save_checkpoint(checkpoint)
+    if path is not None:
+        trainer.save_checkpoint(path)
     losses = {name: trainer.callback_metrics[name] for name in ("loss", "val")}
     return losses, weights, trainer.strategy.optimizer_state(trainer.optimizers[0])
 
@@ -162,26 +186,30 @@ def check_split(module, shapes, size):
     assert type(module.model.model.layers[0].mlp.experts).__name__ in ("MixtralExperts", "OlmoeExperts")
 
 
-def fit_rows(rows, checkpoint):
+def fit_rows(rows, path):
     outcomes = []
     for row in rows:
         rank = dist.get_rank() // row.tensor % row.data
-        outcomes.append(observed(row, row.strategy(), rank, row.data, row.size, checkpoint if row is rows[0] else None))
+        outcomes.append(observed(row, row.strategy(), rank, row.data, row.size, path if row is rows[0] else None))
     return outcomes
 
 
 @cache
-def expected(kind, accumulate):
-    return observed(Row(kind, 1, 1, accumulate=accumulate), "auto")
+def expected(kind, accumulate, sizes):
+    return observed(Row(kind, 1, 1, accumulate=accumulate, sizes=sizes), "auto")
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_every_layout_gives_the_numbers_of_one_process(size, tmp_path):
-    rows = [row for row in ROWS if row.size == size]
+@pytest.mark.parametrize(
+    "rows", [*ROWS.values(), *(pytest.param(rows, marks=pytest.mark.full) for rows in FULL.values())]
+)
+def test_every_layout_gives_the_numbers_of_one_process(rows, tmp_path):
+    size = rows[0].size
     outcomes = run_trainers(size, fit_rows, rows, tmp_path / "expert.ckpt", timeout=300)
     for index, row in enumerate(rows):
         losses, weights, state = outcomes[0][index]
-        wanted_losses, wanted, wanted_state = in_halves() if row.balanced else expected(row.kind, row.accumulate)
+        wanted_losses, wanted, wanted_state = (
+            in_halves() if row.balanced else expected(row.kind, row.accumulate, row.sizes)
+        )
         close = {"rtol": 1e-9, "atol": 1e-12, "msg": lambda text, row=row: f"{row}: {text}"}
         if not row.balanced:
             assert_close(losses, wanted_losses, **close)
@@ -200,14 +228,14 @@ def in_halves():
     return None, module.state_dict(), trainer.optimizers[0].state_dict()
 
 
-def check_goes_on_in_one_process(row, checkpoint):
+def check_goes_on_in_one_process(row, path):
     """A second epoch from the checkpoint is as one of two epochs without it."""
     train, ends = loader(words(SAMPLES * STEPS * row.accumulate)), []
-    for path in (None, checkpoint):
+    for begin in (None, path):
         module = Language(row.kind)
         options = {"accumulate_grad_batches": row.accumulate, "gradient_clip_val": 0.5, "limit_val_batches": 0}
         trainer = trainer_of(max_epochs=2, **options)
-        trainer.fit(module, train, [], ckpt_path=path)
+        trainer.fit(module, train, [], ckpt_path=begin)
         assert trainer.global_step == 2 * STEPS
         ends.append(module.state_dict())
     assert_close(*ends, rtol=1e-9, atol=1e-12)
@@ -236,7 +264,7 @@ def routing(case, rank):
 def through(experts, x, index, weights, cotangent):
     """Outputs, and gradients of tokens, weights and parameters."""
     inputs = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
-    outputs = experts(inputs[0], index, inputs[1])
+    outputs = checkpoint(experts, inputs[0], index, inputs[1], use_reentrant=False)
     if outputs.requires_grad:  # all experts in one process leave no gradients where there are no tokens
         (outputs * cotangent).sum().backward()
     return [outputs.detach(), *(tensor.grad for tensor in [*inputs, *experts.parameters()])]

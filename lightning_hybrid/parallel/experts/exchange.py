@@ -24,6 +24,9 @@ class TokenExchange:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size = group, group.size()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenExchange:
+        return self  # a copy of a layer sends its tokens over the same ranks
+
     def dispatch(
         self, tokens: Tensor, counts: Tensor, meanwhile: Callable[[], None] | None = None
     ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:

@@ -38,16 +38,18 @@ class PublishedBank(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Send each token through its experts, wherever they are."""
         if self.wholes is not None:
-            wholes, self.wholes = self.wholes, None
-            try:
-                return functional_call(self, dict(wholes), args, kwargs)
-            finally:
-                self.wholes = wholes
-        if self.exchange is None:
-            outputs: Tensor = super().forward(*args, **kwargs)
+            wholes = {f"bank.{name}": whole for name, whole in self.wholes.items()}
+            outputs: Tensor = functional_call(_Own(self), wholes, args, kwargs)
             return outputs
+        if self.exchange is None:
+            return self.own_forward(*args, **kwargs)
         bound = inspect.signature(super().forward).bind(*args, **kwargs)
         return self._travel(*bound.arguments.values(), exchange=self.exchange)
+
+    def own_forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What the module's own class computes, with as many experts as `num_experts` says."""
+        outputs: Tensor = super().forward(*args, **kwargs)
+        return outputs
 
     def _travel(self, x: Tensor, index: Tensor, weights: Tensor, *, exchange: TokenExchange) -> Tensor:
         experts, order = index.reshape(-1).sort(stable=True)
@@ -65,10 +67,20 @@ class PublishedBank(nn.Module):
         numbers = torch.arange(len(counts), device=tokens.device).repeat_interleave(counts)
         whole, self.num_experts = self.num_experts, len(counts)
         try:
-            outputs: Tensor = super().forward(tokens, numbers[:, None], tokens.new_ones(len(tokens), 1))
+            return self.own_forward(tokens, numbers[:, None], tokens.new_ones(len(tokens), 1))
         finally:
             self.num_experts = whole
-        return outputs
+
+
+class _Own(nn.Module):
+    """Calls the module's own forward without its hooks, which know parameters of this rank only."""
+
+    def __init__(self, bank: PublishedBank) -> None:
+        super().__init__()
+        self.bank = bank
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.bank.own_forward(*args, **kwargs)
 
 
 def adopt_published(root: nn.Module) -> None:
