@@ -7,7 +7,9 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.launch import run_trainers
+from lightning_hybrid.parallel.experts.parallel import ExpertParallel
+from lightning_hybrid.parallel.mesh import Layout, Mesh
+from tests.launch import run_ranks, run_trainers
 from tests.small import Small, hybrid, trainer_of, weights
 from tests.test_expert_parity import Mixtures, data, loader
 
@@ -220,6 +222,18 @@ def refuse_all(cases):
             trainer.fit(module(), loader(data(8)))
         said.append(str(caught.value))
     return said
+
+
+def show():
+    mesh = Mesh(Layout(1, 2, expert=2), device=torch.device("cpu"))
+    return ExpertParallel(Mixtures(), mesh).table()
+
+
+def test_it_is_told_what_is_split():
+    wanted = (
+        "experts: 2 x Experts, 4 experts each and 2 of them on a rank, blocks.0.mixture.experts to blocks.1.mixture"
+    )
+    assert run_ranks(2, show) == [f"{wanted}.mixture.experts"] * 2
 
 
 def test_what_cannot_be_split_is_refused_before_training():

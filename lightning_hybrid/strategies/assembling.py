@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_hybrid.parallel.checkpoint.states import Outline
@@ -57,8 +58,10 @@ def assemble(
     if tensor is not None and groups is not None:
         groups.take(tensor.part)
     experts = ExpertParallel(module, mesh) if mesh.layout.expert > 1 else None
-    if experts is not None and groups is not None:
-        groups.take(experts.part)
+    if experts is not None:
+        rank_zero_info(experts.table())
+        if groups is not None:
+            groups.take(experts.part)
     cut = None
     if mesh.layout.pipeline > 1:
         pipeline, rank = mesh.layout.pipeline, mesh.pipeline_rank

@@ -49,6 +49,17 @@ class ExpertParallel:
         self._exchange, self.has_all = TokenExchange(self._group), False
         self._show(self._exchange, {})
 
+    def table(self) -> str:
+        """What is split, a line for layers of one kind."""
+        kinds: dict[tuple[str, int], list[str]] = {}
+        for name, bank in self.banks.items():
+            kinds.setdefault((type(bank).__name__, bank.num_experts), []).append(name)
+        return "\n".join(
+            f"experts: {len(names)} x {kind}, {number} experts each and {number // self.size} of them on a rank, "
+            f"{names[0]}{f' to {names[-1]}' if len(names) > 1 else ''}"
+            for (kind, number), names in kinds.items()
+        )
+
     def parameters(self) -> list[nn.Parameter]:
         """Those of experts that are here."""
         return [parameter for bank in self.banks.values() for parameter in bank.parameters()]
