@@ -1,7 +1,9 @@
 """Tokens reach the ranks that hold their experts, sorted, and what comes back lies where they lay."""
 
 from functools import partial
+from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -33,6 +35,41 @@ def travel(cases):
         returned.sum().backward()
         found.append((arrived.detach(), here, returned.detach(), tokens.grad, tokens.detach(), called))
     return found
+
+
+def travel_beside(counts):
+    """What starts and ends in a backward pass, in order: exchanges, what was computed meanwhile, gradients."""
+    events, beside, start = [], [], dist.all_to_all_single
+    tokens = tokens_of(dist.get_rank(), counts).requires_grad_()
+    tokens.register_hook(lambda _: events.append("arrived"))
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _: events.append("beside"))
+    sent = tokens * 1
+    arrived, _, back = TokenExchange(dist.group.WORLD).dispatch(
+        sent, torch.tensor(counts), lambda: beside.append(x * 2)
+    )
+    out = back(arrived * 2).sum() + beside[0]
+
+    def noted(*args, **kwargs):
+        events.append("start")
+        return start(*args, **kwargs)
+
+    with patch.object(dist, "all_to_all_single", noted):
+        (gradient,) = torch.autograd.grad(out.sum(), [tokens], retain_graph=True)
+        alone, events[:] = list(events), []
+        out.sum().backward(retain_graph=True)
+        together = list(events)
+    twice = torch.autograd.grad(out.square(), [tokens], create_graph=True)[0].sum()
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        twice.backward()
+    return alone, together, torch.equal(gradient, tokens.grad) and bool((gradient == 2).all())
+
+
+def test_gradients_travel_while_those_of_what_was_computed_meanwhile_are():
+    for alone, events, is_right in run_ranks(SIZE, travel_beside, CASES[3][0]):
+        assert alone == ["start", "start", "arrived"]
+        assert events == ["start", "start", "beside", "arrived"]
+        assert is_right
 
 
 def test_tokens_arrive_sorted_and_return_to_their_places():

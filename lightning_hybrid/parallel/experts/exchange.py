@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 class TokenExchange:
@@ -43,81 +44,95 @@ class TokenExchange:
         """
         here = torch.empty_like(counts)
         dist.all_to_all_single(here, counts, group=self.group)
-        sent = counts.view(self.size, -1).sum(1).tolist()
         by_rank = here.view(self.size, -1)  # of each rank, how many for each expert here
-        received = by_rank.sum(1).tolist()
-        under_way: list[dist.Work] = []
-        arriving = _AllToAll.apply(tokens, received, sent, self.group, under_way)
-        order = _by_expert(by_rank)
+        # the one place where a device is waited for
+        sent, received = torch.stack((counts.view(self.size, -1).sum(1), by_rank.sum(1))).tolist()
+        way = _Way(self.group, sent, received)
+        arriving = _Depart.apply(tokens, way)
+        order = _by_expert(by_rank, sum(received))
         if meanwhile is not None:
             meanwhile()
-        arrived: Tensor = _Arrived.apply(arriving, under_way)
+        arrived: Tensor = _Arrive.apply(arriving, way)
 
         def back(outputs: Tensor) -> Tensor:
-            scattered = torch.empty_like(order)
-            scattered[order] = torch.arange(len(order), device=order.device)
-            returning: list[dist.Work] = []
-            result: Tensor = _Arrived.apply(
-                _AllToAll.apply(outputs[scattered], sent, received, self.group, returning), returning
-            )
+            places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+            way = _Way(self.group, received, sent)
+            result: Tensor = _Arrive.apply(_Depart.apply(outputs.index_select(0, places), way), way)
             return result
 
-        return arrived[order], by_rank.sum(0), back
+        return arrived.index_select(0, order), by_rank.sum(0), back
 
 
-def _by_expert(by_rank: Tensor) -> Tensor:
-    """Order of what has come rank by rank, and in it expert by expert, that sorts it by expert."""
+def _by_expert(by_rank: Tensor, total: int) -> Tensor:
+    """Order of what has come rank by rank, and in it expert by expert, that sorts it by expert.
+
+    Args:
+        by_rank: [ranks, experts], how many tokens of each rank are for each expert.
+        total: Their sum, which a device need not be asked for then.
+    """
     ranks, experts = by_rank.shape
     numbers = torch.arange(experts, device=by_rank.device).repeat(ranks)
-    return torch.repeat_interleave(numbers, by_rank.reshape(-1)).argsort(stable=True)
+    return numbers.repeat_interleave(by_rank.reshape(-1), output_size=total).argsort(stable=True)
 
 
-class _AllToAll(torch.autograd.Function):
-    """Starts an exchange whose backward pass is the exchange in the other direction."""
+class _Way:
+    """One exchange, and in the backward pass the same one in the other direction.
+
+    Args:
+        group: The ranks.
+        sent: Rows for each of them.
+        received: Rows from each of them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, sent: Sequence[int], received: Sequence[int]) -> None:
+        self.group, self.sent, self.received = group, sent, received
+        self._under_way: list[tuple[dist.Work, Tensor]] = []
+
+    def start(self, x: Tensor, *, reverse: bool = False) -> Tensor:
+        """Send rows on their way; what is returned has no values before `wait`."""
+        sent, received = (self.received, self.sent) if reverse else (self.sent, self.received)
+        out, x = x.new_empty(sum(received), *x.shape[1:]), x.contiguous()
+        work = dist.all_to_all_single(out, x, list(received), list(sent), group=self.group, async_op=True)
+        assert work is not None
+        self._under_way.append((work, out))
+        return out
+
+    def wait(self) -> Tensor:
+        """What has come."""
+        work, out = self._under_way.pop()
+        work.wait()
+        return out
+
+
+class _Depart(torch.autograd.Function):
+    """Starts an exchange; its backward pass waits for the gradients that `_Arrive` has sent on their way."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        received: Sequence[int],
-        sent: Sequence[int],
-        group: dist.ProcessGroup,
-        under_way: list[dist.Work],
-    ) -> Tensor:
-        ctx.received, ctx.sent, ctx.group = received, sent, group
-        return _start(x, received, sent, group, under_way)
+    def forward(ctx: Any, x: Tensor, way: _Way) -> Tensor:
+        ctx.way = way
+        return way.start(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
-        under_way: list[dist.Work] = []
-        gradient = _start(gradients[0], ctx.sent, ctx.received, ctx.group, under_way)
-        _wait(under_way)
-        return gradient, None, None, None, None
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.way.wait(), None
 
 
-class _Arrived(torch.autograd.Function):
-    """Waits for what has been started."""
+class _Arrive(torch.autograd.Function):
+    """Waits for an exchange; its backward pass starts the other direction.
+
+    The gradient that it hands on is none that anybody reads: that of the rows sent has another shape, and lies in the
+    way until `_Depart` takes it. Between the two autograd runs what was computed between them, which came later.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, under_way: list[dist.Work]) -> Tensor:
-        _wait(under_way)
+    def forward(ctx: Any, x: Tensor, way: _Way) -> Tensor:
+        ctx.way = way
+        way.wait()
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.way.start(gradients[0], reverse=True)
         return gradients[0], None
-
-
-def _start(
-    x: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup, under_way: list[dist.Work]
-) -> Tensor:
-    out, x = x.new_empty(sum(received), *x.shape[1:]), x.contiguous()
-    work = dist.all_to_all_single(out, x, list(received), list(sent), group=group, async_op=True)
-    assert work is not None
-    under_way += [work]
-    return out
-
-
-def _wait(under_way: list[dist.Work]) -> None:
-    for work in under_way:
-        work.wait()
