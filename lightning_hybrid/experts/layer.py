@@ -16,7 +16,7 @@ from lightning_hybrid.experts.passes import Pass, current_pass
 from lightning_hybrid.experts.router import Router, check_coefficients
 from lightning_hybrid.experts.routers import ExpertChoice, NoisyTopK, make_router
 from lightning_hybrid.experts.statistics import RoutingStatistics
-from lightning_hybrid.functional.routing import Assignment, Rounding, capacity_of, keep_first
+from lightning_hybrid.functional.routing import Assignment, Rounding, capacity_of, counts_of, keep_first
 from lightning_hybrid.parallel.pipeline.auxiliary import add_auxiliary_loss
 
 BALANCED = (NoisyTopK, ExpertChoice, LossFree)  # routers that keep the balance by themselves
@@ -142,7 +142,7 @@ class MoELayer(nn.Module):
             numbers, experts, weights = numbers[kept], experts[kept], weights.index_select(0, kept)
         experts, order = experts.sort(stable=True)
         numbers, weights = numbers[order], weights.index_select(0, order)
-        counts = count(experts, self.num_experts)
+        counts = counts_of(experts, self.num_experts)
         beside: list[Tensor] = []
         made = self.experts(tokens.index_select(0, numbers), counts, lambda: beside.extend(self._shared(tokens)))
         weighted = made * weights[:, None]  # in the wider type of the two, which sums over a token's experts keep
@@ -169,7 +169,7 @@ class MoELayer(nn.Module):
             return out
         length = max(len(assignment.probabilities) // num_sequences, 1)
         queues = assignment.tokens // length * self.num_experts + assignment.experts
-        counts = count(queues, num_sequences * self.num_experts).view(num_sequences, self.num_experts)
+        counts = counts_of(queues, num_sequences * self.num_experts).view(num_sequences, self.num_experts)
         losses = dict(assignment.losses)
         if self.coefficient:
             pairs = self._counted(at, assignment.experts, counts)
@@ -245,11 +245,6 @@ def _compute_as_written(layer: MoELayer, x: Tensor) -> Tensor:
 
 # shapes depend on what is routed where, and compiled code would keep what is counted
 _compute = torch.compiler.disable(_compute_as_written)
-
-
-def count(numbers: Tensor, size: int) -> Tensor:
-    """How often each number from 0 to size - 1 is there; `torch.bincount` makes a GPU wait."""
-    return numbers.new_zeros(size).scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
 def _router_of(router: str | Router, dim: int, num_experts: int, top_k: int | None) -> Router:

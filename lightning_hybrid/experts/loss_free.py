@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from lightning_hybrid.compat import in_backward
 from lightning_hybrid.experts.router import Groups, Router, check_coefficients
-from lightning_hybrid.functional.routing import Assignment, balanced_bias, loss_free
+from lightning_hybrid.functional.routing import Assignment, balanced_bias, counts_of, loss_free
 from lightning_hybrid.parallel.experts.counting import sums_over
 
 Scores = Literal["sigmoid", "softmax"]
@@ -150,7 +150,7 @@ def _join(router: LossFree) -> None:
 def _count_as_written(router: LossFree, experts: Tensor) -> None:
     if router.training and router.reduces and not in_backward():  # in backward it is a recomputation
         _join(router)
-        counts = torch.bincount(experts, minlength=router.num_experts)
+        counts = counts_of(experts, router.num_experts)
         router.counts = counts if router.counts is None else router.counts + counts
 
 

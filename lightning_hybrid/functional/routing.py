@@ -223,6 +223,16 @@ def keep_first(assignment: Assignment, num_experts: int, capacity: int, num_grou
     return torch.empty_like(queues, dtype=torch.bool).scatter_(0, order, places < capacity)
 
 
+def counts_of(numbers: Tensor, size: int) -> Tensor:
+    """How often each number from 0 to size - 1 is there; `torch.bincount` makes a GPU wait.
+
+    Args:
+        numbers: [P], int64.
+        size: Of what is returned, [size].
+    """
+    return numbers.new_zeros(size).scatter_add_(0, numbers, torch.ones_like(numbers))
+
+
 def first_of_groups(num_tokens: int, num_groups: int, device: torch.device) -> Tensor:
     """The first token of each group, where the tokens are equal runs.
 
