@@ -61,9 +61,11 @@ class Layout:
             copies = (
                 f", and replicate_size={replicate} leaves {data // replicate} in each copy" if replicate > 1 else ""
             )
+            pipelined = ", or give pipeline_parallel_size=1" if pipeline > 1 else ""
             raise ValueError(
-                f"expert_parallel_size={expert} does not divide the data axis: {world_size} processes are {data} "
-                f"replicas of {model}{copies}. Choose a divisor of {data // replicate}."
+                f"expert_parallel_size={expert} does not divide the data axis: {world_size} processes with "
+                f"pipeline_parallel_size={pipeline} and tensor_parallel_size={tensor} are {data} replicas{copies}. "
+                f"Choose a divisor of {data // replicate}{pipelined}."
             )
         return cls(pipeline, data, tensor, replicate, expert)
 
