@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from lightning_hybrid.experts import LossFree, MoELayer
 from tests.launch import run_trainers
 from tests.small import WIDTH, hybrid, trainer_of, weights
-from tests.test_expert_parity import NUM_EXPERTS, Mixture, Mixtures, data, loader
+from tests.test_expert_parity import CLIP, NUM_EXPERTS, Mixture, Mixtures, data, loader
 
 BATCHES, BATCH, WINDOW, LAST = 6, 8, 2, 2  # saved behind the third batch, within a window
 LAYOUTS = {
@@ -56,7 +56,7 @@ def train(layout, form, path=None, resume=None, module=Mixtures):
     data_size = dist.get_world_size() // layout["pipeline"]
     saves = Saves(path)
     strategy = hybrid(**{"microbatches": layout["pipeline"], **layout}, state_dict_type=form)
-    trainer = trainer_of(strategy, accumulate_grad_batches=WINDOW, callbacks=[saves], gradient_clip_val=0.5)
+    trainer = trainer_of(strategy, accumulate_grad_batches=WINDOW, callbacks=[saves], gradient_clip_val=CLIP)
     batches = loader(data(BATCHES * BATCH), dist.get_rank() % data_size, data_size, BATCH)
     trainer.fit(module(), batches, ckpt_path=resume)
     return saves.seen, dict(weights(trainer)), trainer.strategy.optimizer_state(trainer.optimizers[0]).get("state")

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_hybrid.experts import ExpertChoice, GShard, LossFree, MoELayer, NoisyTopK, Switch, TopK
 from tests.launch import run_trainers
 from tests.small import WIDTH, hybrid, trainer_of, weights
-from tests.test_expert_parity import NUM_EXPERTS, Mixtures, data
+from tests.test_expert_parity import CLIP, NUM_EXPERTS, Mixtures, data
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*is not causal", "ignore:.*expert.choice", "ignore:tensor_parallel_size=2"
@@ -78,7 +78,7 @@ def fit(kind, microbatches=1, **options):
     trainer = trainer_of(
         hybrid(microbatches=microbatches, **options),
         accumulate_grad_batches=2,
-        gradient_clip_val=0.5,
+        gradient_clip_val=CLIP,
         use_distributed_sampler=False,
     )
     trainer.fit(Grouped(kind), share(rank, replicas))

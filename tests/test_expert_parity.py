@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -14,7 +15,7 @@ from lightning_hybrid.experts.layer import MoELayer
 from tests.launch import run_trainers
 from tests.small import WIDTH, Small, trainer_of
 
-NUM_EXPERTS, SAMPLES, LENGTH, STEPS = 4, 8, 3, 3
+NUM_EXPERTS, SAMPLES, LENGTH, STEPS, CLIP = 4, 8, 3, 3, 0.2
 
 
 class Mixture(nn.Module):
@@ -79,15 +80,38 @@ def loader(samples, rank=0, replicas=1, each=SAMPLES):
     return DataLoader(samples, each // replicas, sampler=sampler)
 
 
+class Steps(Callback):
+    """The loss of each batch, and the norm of the gradients of each step before they are clipped."""
+
+    def __init__(self):
+        self.losses, self.norms = [], []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.losses.append(float(trainer.callback_metrics["loss"]))
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if isinstance(trainer.strategy, HybridPTDPStrategy):
+            norm = trainer.strategy.gradient_norm(optimizer)
+        else:
+            norm = torch.nn.utils.get_total_norm([p.grad for p in pl_module.parameters()])
+        self.norms.append(float(norm))
+
+
 def observed(module, strategy, accumulate, rank=0, replicas=1, devices=1, each=SAMPLES):
-    """Loss of the third clipped step, the weights and the optimizer's state."""
+    """Losses and norms of three clipped steps, the weights and the optimizer's state."""
+    steps = Steps()
     trainer = trainer_of(
-        strategy=strategy, devices=devices, accumulate_grad_batches=accumulate, gradient_clip_val=0.5, max_epochs=1
+        strategy=strategy,
+        devices=devices,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=CLIP,
+        max_epochs=1,
+        callbacks=steps,
     )
     samples = data(each * STEPS * accumulate)
     trainer.fit(module, loader(samples, rank, replicas, each))
     return (
-        trainer.callback_metrics["loss"],
+        (steps.losses, steps.norms),
         trainer.strategy.lightning_module_state_dict(),
         trainer.strategy.optimizer_state(trainer.optimizers[0]),
     )
@@ -123,10 +147,13 @@ def test_every_layout_gives_the_numbers_of_one_process(size):
     rows = [row for row in ROWS if row.data * row.tensor * row.pipeline == size]
     outcomes = run_trainers(size, fit_rows, rows, timeout=300)
     for index, row in enumerate(rows):
-        loss, weights, state = outcomes[0][index]
-        wanted_loss, wanted, wanted_state = expected(row.accumulate)
+        (losses, norms), weights, state = outcomes[0][index]
+        (wanted_losses, wanted_norms), wanted, wanted_state = expected(row.accumulate)
         close = {"rtol": 1e-9, "atol": 1e-12, "msg": lambda text, row=row: f"{row}: {text}"}
         if row.accumulate == 1:
-            assert_close(loss, wanted_loss, **close)
+            assert_close(losses, wanted_losses, **close)
+        assert_close(norms, wanted_norms, **close)
+        assert len(norms) == STEPS
+        assert min(norms) > CLIP, "a step was not clipped"
         assert_close(dict(weights), dict(wanted), **close)
         assert_close(state["state"], wanted_state["state"], **close)

@@ -3,15 +3,17 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_hybrid.experts import MoELayer
 from lightning_hybrid.parallel.experts.parallel import ExpertParallel
 from lightning_hybrid.parallel.mesh import Layout, Mesh
 from tests.launch import run_ranks, run_trainers
-from tests.small import Small, hybrid, trainer_of, weights
-from tests.test_expert_parity import Mixtures, data, loader
+from tests.small import WIDTH, Small, hybrid, trainer_of, weights
+from tests.test_expert_parity import CLIP, NUM_EXPERTS, Mixtures, data, loader
 
 EP = {"pipeline": 1, "microbatches": 1, "expert_parallel_size": 2}
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
@@ -25,6 +27,11 @@ class Crowded(Mixtures):
         for block in self.blocks:
             block.mixture.router.weight.data[:2] += 50 * torch.sign(self.inlet.bias.data)
             self.inlet.bias.data += 3 * torch.sign(self.inlet.bias.data)
+
+    def on_train_end(self):
+        for block in self.blocks:
+            counts = block.mixture.statistics.counts.tolist()
+            assert min(counts[:2]) > 0 == sum(counts[2:]), f"{counts} tokens: the other rank was to get none"
 
 
 class Evaluated(Mixtures):
@@ -49,7 +56,7 @@ def fit(module, options, sizes, **trainer_options):
     strategy = hybrid(**options) if options is not None else "auto"
     replicas = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if replicas > 1 else 0
-    trainer = trainer_of(strategy, gradient_clip_val=0.5, use_distributed_sampler=False, **trainer_options)
+    trainer = trainer_of(strategy, gradient_clip_val=CLIP, use_distributed_sampler=False, **trainer_options)
     trainer.fit(module(), uneven(data(sum(sizes)), rank, replicas, sizes))
     return trainer.callback_metrics["loss"], dict(weights(trainer))
 
@@ -139,6 +146,21 @@ class Narrow(Mixtures):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+class Aligned(nn.Module):
+    """Experts of sizes that are computed together, and an error if they are not."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixture = MoELayer(8, 12, NUM_EXPERTS, shared_experts=1, balance_loss=0.3, implementation="grouped")
+
+    def forward(self, x):
+        return x + self.mixture(F.pad(x, (0, 2)))[..., :WIDTH]
+
+
+class NarrowAligned(Narrow):
+    block = Aligned
+
+
 OPTIONS = [  # module, precision, options; the first of each module and precision is what the others must equal
     (Fused, "64-true", {"zero_stage": 0}),
     (Fused, "64-true", {"zero_stage": 1, **EP}),
@@ -149,6 +171,9 @@ OPTIONS = [  # module, precision, options; the first of each module and precisio
     (OnMeta, "64-true", {"zero_stage": 3, **EP}),
     (Narrow, "32-true", {"zero_stage": 0}),
     (Narrow, "32-true", {"zero_stage": 2, **EP}),
+    (NarrowAligned, "32-true", {"zero_stage": 0}),
+    (NarrowAligned, "32-true", {"zero_stage": 0, **EP}),
+    (NarrowAligned, "32-true", {"zero_stage": 3, **EP}),
     (Narrow, "bf16-true", {"zero_stage": 0}),
     (Narrow, "bf16-true", {"zero_stage": 0, **EP}),
     (Narrow, "bf16-true", {"zero_stage": 3, **EP}),
@@ -165,7 +190,7 @@ def fit_options(tasks):
     found = []
     for module, precision, options in tasks:
         trainer = trainer_of(
-            hybrid(**{"pipeline": 1, "microbatches": 1, **options}), precision=precision, gradient_clip_val=0.5
+            hybrid(**{"pipeline": 1, "microbatches": 1, **options}), precision=precision, gradient_clip_val=CLIP
         )
         samples = [t if precision == "64-true" else t.float() for t in data(24).tensors]
         trainer.fit(module(), loader(TensorDataset(*samples), dist.get_rank(), 2))
@@ -206,9 +231,9 @@ class ByHand(Mixtures):
 
 
 REFUSED = [
-    (Mixtures, {"expert_parallel_size": 3}, "expert_parallel_size=3 does not divide the data axis: 2 processes are 2"),
+    (Mixtures, {"expert_parallel_size": 3}, "expert_parallel_size=3 does not divide the data axis: 2 processes with"),
     (Mixtures, {"expert_parallel_size": 2, "replicate_size": 2}, "replicate_size=2 leaves 1 in each"),
-    (Mixtures, {"expert_parallel_size": 2, "pipeline": 2}, "does not divide the data axis"),
+    (Mixtures, {"expert_parallel_size": 2, "pipeline": 2}, "a divisor of 1, or give pipeline_parallel_size=1"),
     (Small, EP, "expert_parallel_size=2 splits experts, and the model has none that are known"),
     (ByHand, EP, "automatic_optimization=False with expert_parallel_size=2"),
 ]
