@@ -43,6 +43,10 @@ class Mixtures(Small):
         return loss
 
 
+class Deep(Mixtures):
+    depth = 4  # two chunks on each of two ranks
+
+
 class Row(NamedTuple):
     """A layout: sizes of the axes, and what else is asked for."""
 
@@ -55,6 +59,10 @@ class Row(NamedTuple):
     chunks: int = 1
     replicate: int = 1
 
+    @property
+    def module(self):
+        return Deep if self.chunks > 1 else Mixtures
+
 
 ROWS = [
     Row(1, 1),
@@ -66,6 +74,7 @@ ROWS = [
     Row(4, 2, zero=3, replicate=2),
     *(Row(2, 2, tensor=2, zero=zero) for zero in (0, 2)),
     *(Row(2, 2, pipeline=2, zero=zero, accumulate=1 + zero % 2) for zero in range(4)),
+    Row(2, 2, pipeline=2, chunks=2, zero=2),
 ]
 
 
@@ -131,14 +140,14 @@ def fit_rows(rows):
         )
         size = row.data * row.tensor * row.pipeline
         rank = torch.distributed.get_rank() // row.tensor % row.data if torch.distributed.is_initialized() else 0
-        outcomes.append(observed(Mixtures(), strategy, row.accumulate, rank, row.data, size))
+        outcomes.append(observed(row.module(), strategy, row.accumulate, rank, row.data, size))
     return outcomes
 
 
 @cache
-def expected(accumulate):
+def expected(module, accumulate):
     """Each window is one batch in one process: plain Lightning does not scale auxiliary losses by windows."""
-    return observed(Mixtures(), "auto", 1, each=SAMPLES * accumulate)
+    return observed(module(), "auto", 1, each=SAMPLES * accumulate)
 
 
 @pytest.mark.filterwarnings("ignore:tensor_parallel_size=2 splits nothing")
@@ -148,7 +157,7 @@ def test_every_layout_gives_the_numbers_of_one_process(size):
     outcomes = run_trainers(size, fit_rows, rows, timeout=300)
     for index, row in enumerate(rows):
         (losses, norms), weights, state = outcomes[0][index]
-        (wanted_losses, wanted_norms), wanted, wanted_state = expected(row.accumulate)
+        (wanted_losses, wanted_norms), wanted, wanted_state = expected(row.module, row.accumulate)
         close = {"rtol": 1e-9, "atol": 1e-12, "msg": lambda text, row=row: f"{row}: {text}"}
         if row.accumulate == 1:
             assert_close(losses, wanted_losses, **close)
