@@ -83,8 +83,7 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         check_coefficients(balance_loss=balance_loss or 0.0)
-        if capacity_factor is not None:
-            capacity_of(1, 1, 1, capacity_factor, capacity_rounding, min_capacity or 0)  # refuses what is none
+        _check_capacity(capacity_factor, capacity_rounding, min_capacity)
         if shared_experts < 0:
             raise ValueError(f"shared_experts={shared_experts} is no number of experts: give 0 for none.")
         self.dim, self.num_experts = dim, num_experts
@@ -257,6 +256,16 @@ def _router_of(router: str | Router, dim: int, num_experts: int, top_k: int | No
                 )
         return router
     return make_router(router, dim, num_experts, top_k=top_k)
+
+
+def _check_capacity(factor: float | None, rounding: Rounding, minimum: int | None) -> None:
+    """Refuse what is no capacity, and a part of one where there is none."""
+    if factor is None and minimum is not None:
+        raise ValueError(
+            f"min_capacity={minimum} without a capacity_factor limits nothing: no token is dropped. Give a "
+            "capacity_factor, or leave min_capacity out."
+        )
+    capacity_of(1, 1, 1, 1.0 if factor is None else factor, rounding, minimum or 0)
 
 
 def _check_choice(router: Router, capacity_factor: float | None) -> None:

@@ -279,6 +279,8 @@ def test_experts_checkpointed_alone_keep_the_gradient_of_shared_ones_or_are_refu
         ({"capacity_factor": 0.0}, "capacity_factor=0.0 is no capacity"),
         ({"capacity_factor": 1.0, "capacity_rounding": "up"}, "rounding='up' is unknown"),
         ({"capacity_factor": 1.0, "min_capacity": -1}, "minimum=-1"),
+        ({"min_capacity": 1}, "min_capacity=1 without a capacity_factor limits nothing"),
+        ({"capacity_rounding": "up"}, "rounding='up' is unknown"),
         ({"shared_experts": -1}, "shared_experts=-1"),
         ({"activation": "tanh"}, "activation='tanh' is unknown"),
         ({"balance_loss": -0.1}, "balance_loss=-0.1"),
