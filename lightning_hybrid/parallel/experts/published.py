@@ -55,7 +55,7 @@ class PublishedBank(nn.Module):
         experts, order = index.reshape(-1).sort(stable=True)
         counts = torch.bincount(experts, minlength=self.num_experts)[: self.num_experts]
         order = order[: int(counts.sum())]  # a number past the last means no expert
-        arrived, here, back = exchange.dispatch(x.flatten(0, -2)[order // index.shape[-1]], counts)
+        arrived, here, back = exchange.dispatch(x.flatten(0, -2).index_select(0, order // index.shape[-1]), counts)
         outputs = back(self._compute(arrived, here)) * weights.reshape(-1)[order, None]
         pairs = outputs.new_zeros(index.numel(), x.shape[-1]).index_copy(0, order, outputs)
         return pairs.view(-1, index.shape[-1], x.shape[-1]).sum(1).to(x.dtype).view(x.shape)
