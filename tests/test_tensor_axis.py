@@ -247,8 +247,8 @@ class MuonOnSlices(SmallMlps):
 REFUSED = {
     Compiled: "blocks.1.up is compiled and tensor_parallel_size=2 shows it slices of its matrices",
     Wrapped: "blocks.1.up is compiled and .* Do not compile it",
-    AdafactorOnSlices: "torch.optim.Adafactor looks at whole matrices",
-    MuonOnSlices: "torch.optim.Muon looks at whole matrices",
+    AdafactorOnSlices: "torch.optim.Adafactor looks at whole parameters",
+    MuonOnSlices: "torch.optim.Muon looks at whole parameters",
 }
 
 

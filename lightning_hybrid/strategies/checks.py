@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import LBFGS, Adafactor, Muon, Optimizer, Rprop
 
 from lightning_hybrid.compat import sync_batchnorm
+from lightning_hybrid.parallel.experts.parallel import banks_of
 from lightning_hybrid.parallel.mesh import Layout
 from lightning_hybrid.parallel.pipeline.blocks import block_names, find_block_lists
 from lightning_hybrid.parallel.tensor.assignment import STYLES
@@ -267,7 +268,11 @@ def check_optimizers(
     """
     sharded = layout.data > 1 and options["zero_stage"] > 0 and module.automatic_optimization
     if layout.tensor > 1:
-        _check_work_on_slices(optimizers, layout.tensor)
+        _check_work_on_slices(optimizers, "tensor_parallel_size", layout.tensor)
+    if layout.expert > 1:
+        experts = {parameter for bank in banks_of(module).values() for parameter in bank.parameters()}
+        with_experts = [o for o in optimizers if any(p in experts for g in o.param_groups for p in g["params"])]
+        _check_work_on_slices(with_experts, "expert_parallel_size", layout.expert)
     for optimizer in optimizers:
         if isinstance(optimizer, Adafactor | Rprop) and sharded:
             raise ValueError(
@@ -281,17 +286,16 @@ def check_optimizers(
             )
 
 
-def _check_work_on_slices(optimizers: Sequence[Optimizer], tensor: int) -> None:
+def _check_work_on_slices(optimizers: Sequence[Optimizer], keyword: str, size: int) -> None:
     for optimizer in optimizers:
         name = type(optimizer).__name__
         if isinstance(optimizer, Adafactor | Muon):
             raise ValueError(
-                f"torch.optim.{name} looks at whole matrices, and with tensor_parallel_size={tensor} it would see "
-                "slices. Choose an optimizer that works element by element, such as AdamW, or set "
-                "tensor_parallel_size=1."
+                f"torch.optim.{name} looks at whole parameters, and with {keyword}={size} it would see slices. Choose "
+                f"an optimizer that works element by element, such as AdamW, or set {keyword}=1."
             )
         if not type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, LBFGS):
             rank_zero_warn(
-                f"{name} sees slices of the split matrices with tensor_parallel_size={tensor}. If it works element by "
-                "element, nothing changes; if it takes norms or means of a matrix, they are those of a slice."
+                f"{name} sees slices of the split parameters with {keyword}={size}. If it works element by element, "
+                "nothing changes; if it takes norms or means of a parameter, they are those of a slice."
             )

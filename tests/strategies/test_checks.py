@@ -5,6 +5,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch.optim import LBFGS, Adafactor, AdamW, Muon, Rprop
 
+from lightning_hybrid.experts import MoELayer
 from lightning_hybrid.parallel.mesh import Layout
 from lightning_hybrid.parallel.tensor.assignment import STYLES
 from lightning_hybrid.strategies.checks import (
@@ -141,12 +142,24 @@ def test_optimizers_that_look_at_whole_matrices_are_refused_where_they_would_see
             check_optimizers([optimizer], Usual(), Layout(1, 1, 2), OPTIONS)
 
 
+def test_optimizers_that_look_at_whole_parameters_are_refused_where_these_are_split_experts():
+    module = Usual()
+    module.layer = MoELayer(4, 4, 2)
+    over_experts = Layout(1, 2, expert=2)
+    with pytest.raises(ValueError, match=r"torch\.optim\.Adafactor .* expert_parallel_size=2"):
+        check_optimizers([Adafactor(module.parameters())], module, over_experts, OPTIONS)
+    check_optimizers([Muon(module.layer.router.parameters())], module, over_experts, OPTIONS)
+    check_optimizers([Adafactor(module.parameters())], module, Layout(1, 2), OPTIONS)
+
+
 def test_an_optimizer_of_others_is_warned_of_once_where_it_sees_slices():
     class Mine(torch.optim.SGD):
         pass
 
     weight = torch.nn.Parameter(torch.zeros(1))
-    with pytest.warns(UserWarning, match="Mine sees slices of the split matrices with tensor_parallel_size=2") as seen:
+    with pytest.warns(
+        UserWarning, match="Mine sees slices of the split parameters with tensor_parallel_size=2"
+    ) as seen:
         check_optimizers([Mine([weight]), AdamW([weight])], Usual(), Layout(1, 1, 2), OPTIONS)
     assert len(seen) == 1
     with warnings.catch_warnings():
