@@ -34,6 +34,9 @@ def travel(cases):
         returned = back(arrived * factors)
         returned.sum().backward()
         found.append((arrived.detach(), here, returned.detach(), tokens.grad, tokens.detach(), called))
+    layers = [TokenExchange(dist.group.WORLD, number, f"layer {number}") for number in (0, 1)]
+    with pytest.raises(RuntimeError, match=f"different layers of experts: this one layer {int(rank == 1)}, and rank"):
+        layers[rank == 1].dispatch(tokens, torch.tensor(case[rank]))
     return found
 
 

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+COUNTS = 2**40  # more than a count of tokens: what is above it tells the layer
+
 
 class TokenExchange:
     """Over ranks that each hold the same number of experts, in the order of the ranks; all of them call it together.
@@ -20,10 +22,12 @@ class TokenExchange:
 
     Args:
         group: The ranks.
+        number: Of the layer, the same on all ranks.
+        name: The layer's.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.size = group, group.size()
+    def __init__(self, group: dist.ProcessGroup, number: int = 0, name: str = "") -> None:
+        self.group, self.size, self.number, self.name = group, group.size(), number, name
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenExchange:
         return self  # a copy of a layer sends its tokens over the same ranks
@@ -41,12 +45,19 @@ class TokenExchange:
         Returns:
             [R, D], what arrives here, sorted by expert; [num_experts / size], how many each expert here gets; and a
             function that brings [R, D'] back to where the tokens came from, [P, D'].
+
+        Raises:
+            RuntimeError: On all ranks, if some called another layer.
         """
-        here = torch.empty_like(counts)
-        dist.all_to_all_single(here, counts, group=self.group)
-        by_rank = here.view(self.size, -1)  # of each rank, how many for each expert here
+        told = counts + self.number * COUNTS
+        heard = torch.empty_like(told)
+        dist.all_to_all_single(heard, told, group=self.group)
+        heard = heard.view(self.size, -1)
+        by_rank, numbers = heard % COUNTS, heard[:, 0] // COUNTS  # of each rank, how many for each expert here
         # the one place where a device is waited for
-        sent, received = torch.stack((counts.view(self.size, -1).sum(1), by_rank.sum(1))).tolist()
+        sums = (counts.view(self.size, -1).sum(1), by_rank.sum(1))
+        sent, received, called = torch.stack((*sums, numbers)).tolist()
+        self._check(called)
         way = _Way(self.group, sent, received)
         arriving = _Depart.apply(tokens, way)
         order = _by_expert(by_rank, sum(received))
@@ -61,6 +72,17 @@ class TokenExchange:
             return result
 
         return arrived.index_select(0, order), by_rank.sum(0), back
+
+    def _check(self, numbers: list[int]) -> None:
+        """Refuse what would send tokens to experts of another layer."""
+        others = [rank for rank, number in enumerate(numbers) if number != self.number]
+        if others:
+            raise RuntimeError(
+                f"Replicas called different layers of experts: this one {self.name}, and rank {others[0]} of the "
+                f"{self.size} that it shares experts with another one. Tokens travel between them, so all must call "
+                "the same layers in the same order: let what skips layers decide alike on all replicas, or set "
+                "expert_parallel_size=1."
+            )
 
 
 def _by_expert(by_rank: Tensor, total: int) -> Tensor:

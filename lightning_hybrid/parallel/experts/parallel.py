@@ -46,8 +46,9 @@ class ExpertParallel:
             if name in self.splits and id(parameter) not in cut:
                 cut.add(id(parameter))
                 parameter.data = self.part(name, parameter.data)
-        self._exchange, self.has_all = TokenExchange(self._group), False
-        self._show(self._exchange, {})
+        exchanges = [TokenExchange(self._group, number, name) for number, name in enumerate(self.banks)]
+        self._exchanges, self.has_all = dict(zip(self.banks, exchanges, strict=True)), False
+        self._show(self._exchanges, {})
 
     def table(self) -> str:
         """What is split, a line for layers of one kind."""
@@ -101,17 +102,17 @@ class ExpertParallel:
             for name, bank in self.banks.items()
             if all(p.numel() for p in bank.parameters())  # else another stage has them
         }
-        self._show(None, wholes)
+        self._show({}, wholes)
         self.has_all = True
         try:
             yield
         finally:
             self.has_all = False
-            self._show(self._exchange, {})
+            self._show(self._exchanges, {})
 
-    def _show(self, exchange: TokenExchange | None, wholes: dict[str, dict[str, Tensor]]) -> None:
+    def _show(self, exchanges: dict[str, TokenExchange], wholes: dict[str, dict[str, Tensor]]) -> None:
         for name, bank in self.banks.items():
-            bank.exchange, bank.wholes = exchange, wholes.get(name)
+            bank.exchange, bank.wholes = exchanges.get(name), wholes.get(name)
 
     def _gathered(self, part: Tensor) -> Tensor:
         whole = part.new_empty(self.size, *part.shape)
