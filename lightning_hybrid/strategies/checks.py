@@ -35,7 +35,6 @@ NUMBERS = (*AXES, "num_chunks", "num_microbatches")
 REDUCE_DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved_1f1b")
 
-
 REFUSED_CALLBACKS = {  # what each does to the whole model
     StochasticWeightAveraging: "averages all parameters in each process",
     WeightAveraging: "averages all parameters in each process",
