@@ -238,7 +238,7 @@ def broadcast_value(tensor: Tensor, source: int, group: Any = None) -> None:
     """
     if 0 in tensor.stride():
         return
-    whole = tensor.detach().contiguous()
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
     raw = whole.view(-1).view(torch.uint8) if whole.numel() else whole  # bytes: not every backend knows every type
     dist.broadcast(raw, source, group=group)
     if whole.data_ptr() != tensor.data_ptr():

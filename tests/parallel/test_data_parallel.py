@@ -1,9 +1,10 @@
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_hybrid.parallel.data_parallel import Replicated
+from lightning_hybrid.parallel.data_parallel import Replicated, broadcast_whole
 from lightning_hybrid.parallel.gradients import local
 from lightning_hybrid.parallel.mesh import Layout, Mesh
 from lightning_hybrid.parallel.pipeline.cut import StageCut
@@ -143,3 +144,24 @@ def kept_whole():
 
 def test_sharded_parameters_are_whole_from_the_first_forward_to_the_last_backward():
     assert run_ranks(2, kept_whole) == [[True, True, False, False, False, False]] * 2
+
+
+def values_of_the_first():
+    """Buffers whose memory is not their elements in order, of other values on the second rank."""
+    root, factor = nn.Module(), 1 + dist.get_rank()
+    numbers = torch.arange(6.0) * factor
+    root.register_buffer("transposed", numbers.view(2, 3).t())
+    root.register_buffer("conjugate", torch.complex(numbers, numbers).conj())
+    root.register_buffer("negative", torch.complex(numbers, numbers).conj().imag)
+    root.register_buffer("empty", torch.empty(0, 3))
+    broadcast_whole(root, CPU)
+    return {name: buffer.clone().resolve_conj().resolve_neg() for name, buffer in root.named_buffers()}
+
+
+def test_all_ranks_begin_with_the_values_of_the_first_whatever_lies_in_memory():
+    first, second = run_ranks(2, values_of_the_first)
+    numbers = torch.arange(6.0)
+    assert torch.equal(first["transposed"], numbers.view(2, 3).t())
+    assert torch.equal(first["conjugate"], torch.complex(numbers, -numbers))
+    assert torch.equal(first["negative"], -numbers)
+    assert all(torch.equal(first[name], second[name]) for name in first)
