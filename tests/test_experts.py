@@ -249,6 +249,31 @@ def refuse_all(cases):
     return said
 
 
+def fit_with_two_trainers(kind, options):
+    module, said = kind(), []
+    for _ in range(2):
+        trainer = trainer_of(hybrid(**{"pipeline": 1, "microbatches": 1, "zero_stage": 0, **options}), max_steps=1)
+        try:
+            trainer.fit(module, loader(data(8)))
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Mixtures, {"expert_parallel_size": 2}),
+        (Small, {"tensor_parallel_size": 2, "tensor_parallel_plan": {"linear": "rowwise"}}),
+    ],
+)
+def test_a_model_that_is_split_is_refused_by_another_trainer(kind, options):
+    """It would give all ranks what the first has of it."""
+    for said in run_trainers(2, fit_with_two_trainers, kind, options):
+        assert len(said) == 1
+        assert "was cut, split or sharded by another Trainer" in said[0]
+
+
 def show():
     mesh = Mesh(Layout(1, 2, expert=2), device=torch.device("cpu"))
     return ExpertParallel(Mixtures(), mesh).table()

@@ -17,12 +17,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_hybrid.functional.partition import runs
+from lightning_hybrid.parallel.experts.bank import ExpertBank
 from lightning_hybrid.parallel.mesh import Layout, Mesh
 from lightning_hybrid.parallel.meta.initialising import Initialiser, has_meta
 from lightning_hybrid.parallel.pipeline.blocks import block_names, find_block_lists
 from lightning_hybrid.parallel.pipeline.gates import GATE
 from lightning_hybrid.parallel.streams import derived_seed
 from lightning_hybrid.parallel.tensor.assignment import Assignment
+from lightning_hybrid.parallel.tensor.install import SHOWN
 from lightning_hybrid.parallel.tensor.plan import make_plan, plan_table
 from lightning_hybrid.strategies.compiled import check_compiled
 from lightning_hybrid.strategies.layouts import choose_layout, choose_stages, stage_table
@@ -125,10 +127,13 @@ def _plan(module: nn.Module, options: dict[str, Any], blocks: list[str], layout:
 
 
 def _check_untouched(module: nn.Module) -> None:
-    if any(GATE in vars(child) or isinstance(child, FSDPModule) for child in module.modules()):
-        raise RuntimeError(
-            "This LightningModule was cut or sharded by another Trainer. Go on with that Trainer, or make a new module."
-        )
+    for child in module.modules():
+        is_cut = GATE in vars(child) or SHOWN in vars(child) or isinstance(child, FSDPModule)
+        if is_cut or (isinstance(child, ExpertBank) and child.exchange is not None):
+            raise RuntimeError(
+                "This LightningModule was cut, split or sharded by another Trainer. Go on with that Trainer, or make a "
+                "new module."
+            )
 
 
 def _initialiser(module: nn.Module, blocks: list[str]) -> Initialiser | None:
