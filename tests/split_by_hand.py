@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_hybrid.functional.splits import Split
 from lightning_hybrid.parallel.tensor.assignment import Assignment
-from lightning_hybrid.strategies import assembly, survey
+from lightning_hybrid.strategies import assembling, survey
 from tests.small import WIDTH, Small
 
 HIDDEN = 5  # not divisible by 2
@@ -82,6 +82,6 @@ def split_by_hand():
     """Context in which the strategy's tensor parallelism is the one here."""
     with (
         patch.multiple(survey, make_plan=plan, plan_table=lambda *args, **kwargs: "the plan"),
-        patch.object(assembly, "install", install),
+        patch.object(assembling, "install", install),
     ):
         yield
