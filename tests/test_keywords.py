@@ -57,7 +57,7 @@ KEYWORDS = [
     ({"tensor_parallel_size": 2, "sequence_parallel": "both"}, "sequence_parallel='both' is not True, False or 'reg"),
     ({"tensor_parallel_size": 2, "sequence_parallel": 1}, "sequence_parallel=1 is not True, False or 'regather'."),
     ({"sequence_parallel": True}, "sequence_parallel=True needs tensor_parallel_size of at least 2, got 1"),
-    ({"expert_parallel_size": 2}, "expert_parallel_size=2 is not supported yet; leave it 1."),
+    ({"expert_parallel_size": 0}, "expert_parallel_size=0 must be a whole number of at least 1."),
     ({"replicate_size": 0}, f"replicate_size=0 {AT_LEAST_1}."),
     (
         {"replicate_size": 2, "zero_stage": 0},

@@ -72,7 +72,7 @@ def test_lightnings_launcher_torchrun_and_two_agents_train_alike():
     assert losses(*(output_of(agent) for agent in agents)) == expected
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_rank_that_fails_ends_the_job_with_its_own_message(failing):
     process = start(2, 1, failing, module="tests.launched")
     output = output_of(process)

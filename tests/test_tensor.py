@@ -48,7 +48,7 @@ def recomputed(pipeline):
     }
 
 
-@pytest.mark.parametrize("pipeline", [1, 2])
+@pytest.mark.parametrize("pipeline", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_recomputed_blocks_give_the_numbers_of_one_process(pipeline):
     """With torch.utils.checkpoint in the block, and as transformers switches it on."""
     found = run_trainers(2 * pipeline, recomputed, pipeline, timeout=240)[0]
