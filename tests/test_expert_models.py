@@ -1,5 +1,6 @@
 """Mixtures of transformers, unmodified, with their experts split: every layout gives the numbers of one process."""
 
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import cache
 from typing import NamedTuple
@@ -372,6 +373,29 @@ def test_a_layer_whose_forward_was_replaced_is_refused():
 
 def test_listed_experts_are_refused_before_training():
     check_refused({ListedModel: r"blocks\.0\.experts \(ModuleList\) has 4 experts"}, pipeline=1, expert_parallel_size=2)
+
+
+class Factored(Language):
+    def configure_optimizers(self):
+        return torch.optim.Adafactor(self.parameters())
+
+
+def refused():
+    said, train = [], loader(words(SAMPLES))
+    split = Language("mixtral")
+    for module, error in ((Factored("mixtral"), ValueError), (split, None), (split, RuntimeError)):
+        trainer = trainer_of(Row("mixtral", 2, 2).strategy(), devices=2, max_steps=1)
+        with pytest.raises(error) if error else nullcontext() as caught:
+            trainer.fit(module, train, train)
+        said.append(str(caught.value) if caught else "")
+    return said
+
+
+def test_optimizers_of_whole_parameters_and_second_trainers_are_refused():
+    for whole, first, second in run_trainers(2, refused):
+        assert "Adafactor looks at whole parameters, and with expert_parallel_size=2 it would see slices" in whole
+        assert not first
+        assert "was cut, split or sharded by another Trainer" in second
 
 
 def test_router_logits_that_other_stages_have_are_refused():

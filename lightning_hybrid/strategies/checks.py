@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import LBFGS, Adafactor, Muon, Optimizer, Rprop
 
 from lightning_hybrid.compat import sync_batchnorm
-from lightning_hybrid.parallel.experts.parallel import banks_of
+from lightning_hybrid.parallel.experts.parallel import parameters_of_experts
 from lightning_hybrid.parallel.mesh import Layout
 from lightning_hybrid.parallel.pipeline.blocks import block_names, find_block_lists
 from lightning_hybrid.parallel.tensor.assignment import STYLES
@@ -269,7 +269,7 @@ def check_optimizers(
     if layout.tensor > 1:
         _check_work_on_slices(optimizers, "tensor_parallel_size", layout.tensor)
     if layout.expert > 1:
-        experts = {parameter for bank in banks_of(module).values() for parameter in bank.parameters()}
+        experts = parameters_of_experts(module)
         with_experts = [o for o in optimizers if any(p in experts for g in o.param_groups for p in g["params"])]
         _check_work_on_slices(with_experts, "expert_parallel_size", layout.expert)
     for optimizer in optimizers:

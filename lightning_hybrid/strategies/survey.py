@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_hybrid.functional.partition import runs
 from lightning_hybrid.parallel.experts.bank import ExpertBank
+from lightning_hybrid.parallel.experts.published import PublishedBank
 from lightning_hybrid.parallel.mesh import Layout, Mesh
 from lightning_hybrid.parallel.meta.initialising import Initialiser, has_meta
 from lightning_hybrid.parallel.pipeline.blocks import block_names, find_block_lists
@@ -129,7 +130,7 @@ def _plan(module: nn.Module, options: dict[str, Any], blocks: list[str], layout:
 def _check_untouched(module: nn.Module) -> None:
     for child in module.modules():
         is_cut = GATE in vars(child) or SHOWN in vars(child) or isinstance(child, FSDPModule)
-        if is_cut or (isinstance(child, ExpertBank) and child.exchange is not None):
+        if is_cut or (isinstance(child, ExpertBank | PublishedBank) and child.exchange is not None):
             raise RuntimeError(
                 "This LightningModule was cut, split or sharded by another Trainer. Go on with that Trainer, or make a "
                 "new module."

@@ -125,6 +125,12 @@ def banks_of(root: nn.Module) -> dict[str, ExpertBank | PublishedBank]:
     return {name: module for name, module in root.named_modules() if isinstance(module, ExpertBank | PublishedBank)}
 
 
+def parameters_of_experts(root: nn.Module) -> set[nn.Parameter]:
+    """What `ExpertParallel` would split of a whole model."""
+    adopt_published(root)
+    return {parameter for bank in banks_of(root).values() for parameter in bank.parameters()}
+
+
 def check_banks(banks: Mapping[str, ExpertBank | PublishedBank], size: int, unknown: str = "") -> None:
     """Refuse what cannot be split.
 
