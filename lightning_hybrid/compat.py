@@ -90,9 +90,13 @@ class WideBuffers(nn.Module):
         return self
 
 
+COMPILED_CALL = "_compiled_call_impl"
+"""Attribute in which `Module.compile` leaves the compiled call, and where calls look for it."""
+
+
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `Module.compile` was called on it: it leaves the compiled call in a private attribute."""
-    return module._compiled_call_impl is not None
+    """Whether `Module.compile` was called on it."""
+    return getattr(module, COMPILED_CALL) is not None
 
 
 def is_compiled_function(function: object) -> bool:
@@ -286,6 +290,12 @@ def before_vmap(change: Callable[[Any], Any]) -> AbstractContextManager[None]:
 def assert_on_device(condition: Tensor) -> None:
     """Fail if a boolean scalar is false, without waiting for a device to tell; there is no public function."""
     torch._assert_async(condition)
+
+
+def outer_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The saved-tensor hooks (pack, unpack) that torch would ask now, for others to ask in turn; None without any."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks
 
 
 def in_backward() -> bool:

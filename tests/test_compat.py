@@ -252,6 +252,13 @@ def test_backward_passes_are_known_in_their_hooks_and_callbacks():
     assert not compat.in_backward()
 
 
+def test_the_innermost_saved_tensor_hooks_are_known():
+    assert compat.outer_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(str, int), torch.autograd.graph.saved_tensors_hooks(abs, round):
+        assert compat.outer_hooks() == (abs, round)
+    assert compat.outer_hooks() is None
+
+
 def seen_before_the_backend():
     seen, library = [], torch.library.Library("c10d", "IMPL")
     kernel = compat.before_backend(torch.ops.c10d.allreduce_.default, seen.append)
@@ -275,6 +282,8 @@ def test_compiled_modules_and_functions_are_known():
     assert isinstance(torch.compile(module, backend="eager"), compat.OptimizedModule)
     module.compile(backend="eager")
     assert compat.is_compiled(module)
+    setattr(module, compat.COMPILED_CALL, lambda x: "answered")
+    assert module(None) == "answered"
     assert compat.is_compiled_function(torch.compile(module.forward, backend="eager"))
 
 

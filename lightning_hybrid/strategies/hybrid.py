@@ -137,6 +137,11 @@ class HybridPTDPStrategy(MeasuredStrategy):
         self.checkpoints.watch(trainer)
 
     @property
+    def block_names(self) -> list[str]:
+        """Dotted names of the blocks, of all stages in order; known once the model has been set up."""
+        return self.ground.blocks
+
+    @property
     def _is_plain(self) -> bool:
         """One process and one micro-batch: Lightning's own path serves."""
         alone = self.world_size == 1 and self.options["num_microbatches"] in ("auto", 1)

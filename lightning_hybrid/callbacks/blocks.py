@@ -1,0 +1,29 @@
+"""The blocks that memory callbacks work with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+
+from lightning_hybrid.parallel.pipeline.blocks import block_names, find_block_lists
+
+
+def choose_blocks(
+    trainer: Trainer, pl_module: LightningModule, lists: str | Sequence[str] | None
+) -> dict[str, nn.Module]:
+    """Blocks by name, in order; call it from `on_fit_start` on, when the model is there.
+
+    Args:
+        trainer: Its strategy may have found them already, before it cut the model.
+        pl_module: The model.
+        lists: Dotted names of the lists whose elements they are; None finds the lists as a pipeline does.
+
+    Raises:
+        ValueError: If a name does not exist or names no list. An empty result means that the model has no such list.
+    """
+    found: Sequence[str] | None = getattr(trainer.strategy, "block_names", None)
+    if lists is not None or found is None:
+        found = block_names(pl_module, find_block_lists(pl_module, lists))
+    return {name: pl_module.get_submodule(name) for name in found}

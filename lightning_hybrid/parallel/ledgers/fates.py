@@ -1,0 +1,65 @@
+"""What becomes of tensors that autograd saves, told by those who decide it to ledgers that count.
+
+A ledger sees what plain hooks hold. What is held in another way is announced: a tensor that is dropped and made again
+later, one that lies in host memory meanwhile, one that lies here for a while beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from lightning_hybrid.compat import version
+
+Release = Callable[[], None]
+Fate = Literal["kept", "recomputed", "offloaded"]
+"""Held as it is on the device; dropped until it is made again; held in host memory."""
+
+
+class Kept:
+    """What a graph holds of a tensor that stays as it is. Ledgers count what is inside."""
+
+    def __init__(self, tensor: Tensor, version: int) -> None:
+        self.tensor, self.version = tensor, version
+
+    def unpack(self) -> Tensor:
+        """The tensor, by the check that autograd makes where no hooks are.
+
+        Raises:
+            RuntimeError: If it has been written to since.
+        """
+        if version(self.tensor) != self.version:
+            raise RuntimeError(
+                f"A tensor of shape {list(self.tensor.shape)} that the backward pass needs has been modified in place, "
+                f"{version(self.tensor) - self.version} time(s) since it was saved."
+            )
+        return self.tensor
+
+
+class FateObserver(Protocol):
+    """Who wants to know."""
+
+    def announced(self, tensor: Tensor, fate: Fate) -> Release:
+        """A tensor, under the module that runs, has that fate until what is returned is called."""
+
+
+observers: list[FateObserver] = []
+
+
+def announce(tensor: Tensor, fate: Fate) -> Release:
+    """Tell all ledgers of a saved tensor's fate; whoever announces it calls what is returned when that ends.
+
+    Args:
+        tensor: As autograd saves it, or (for "kept") as it lies on the device for a while. Its storage counts, once for
+            all its views.
+        fate: What becomes of it.
+    """
+    releases = [observer.announced(tensor, fate) for observer in observers]
+
+    def release() -> None:
+        for one in releases:
+            one()
+
+    return release

@@ -1,0 +1,72 @@
+"""Saved-tensor hooks that take some tensors, and leave the rest to hooks outside of them.
+
+Torch asks the innermost hooks alone, so techniques that each enter hooks of their own would switch each other off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_hybrid.compat import outer_hooks, version
+from lightning_hybrid.parallel.ledgers.fates import Kept
+
+
+class Packed(Protocol):
+    """What a graph holds in place of a tensor; it goes when the graph lets go of it."""
+
+    def unpack(self) -> Tensor:
+        """The tensor, or an equal one."""
+
+
+class _PassedOn:
+    """What hooks outside have made of a tensor. Ledgers do not look into it: they have seen it there."""
+
+    def __init__(self, value: Any, unpack: Callable[[Any], Tensor]) -> None:
+        self._value, self._unpack = value, unpack
+
+    def unpack(self) -> Tensor:
+        return self._unpack(self._value)
+
+
+def keep(tensor: Tensor) -> Kept:
+    """What a graph holds of a tensor that stays as it is; no graph may hold the tensor itself, which may hold it."""
+    return Kept(tensor.detach(), version(tensor))
+
+
+class ChainedHooks:
+    """Context in which `pack` is asked first about each tensor that autograd saves.
+
+    Args:
+        pack: Returns what the graph is to hold, or None to leave the tensor to the hooks outside, if any.
+    """
+
+    def __init__(self, pack: Callable[[Tensor], Packed | None]) -> None:
+        self._ask = pack
+        # autograd also calls hooks from compiled code, where Dynamo would compile them
+        self._hooks = saved_tensors_hooks(torch.compiler.disable(self._pack), torch.compiler.disable(_unpack))
+
+    def __enter__(self) -> ChainedHooks:
+        self._outer = outer_hooks()
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hooks.__exit__(*exception)
+
+    def _pack(self, tensor: Tensor) -> Packed:
+        packed = self._ask(tensor)
+        if packed is not None:
+            return packed
+        if self._outer is None:
+            return keep(tensor)
+        pack, unpack = self._outer
+        return _PassedOn(pack(tensor), unpack)
+
+
+def _unpack(packed: Packed) -> Tensor:
+    return packed.unpack()
