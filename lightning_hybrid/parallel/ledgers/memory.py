@@ -5,7 +5,6 @@ Torch's `MemTracker` was considered: it is private, and a dispatch mode, which s
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,18 +12,14 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_hybrid.compat import storage_key
 from lightning_hybrid.functional.trees import leaves_of
-from lightning_hybrid.parallel.gradients import local
+from lightning_hybrid.parallel.ledgers.fixed import FixedStorages, local_part
 from lightning_hybrid.parallel.ledgers.live import LiveBytes, Release, bytes_of, key_of
+from lightning_hybrid.parallel.ledgers.running import running_modules
 from lightning_hybrid.parallel.ledgers.saved import SavedTensors
-
-MODULE_CALL = nn.Module.__call__.__code__
 
 
 @dataclass
@@ -67,17 +62,14 @@ class MemoryMeter:
         self._root = root
         self._gradients, self._activations = LiveBytes(), LiveBytes()
         self._names: dict[int, str] = {}
-        self._fixed: dict[int, StorageWeakRef] = {}
-        self._seen = WeakTensorKeyDictionary()  # parameter or buffer -> its hook, or None
-        self._may_change, self._scanned = True, list[nn.Module]()
+        self._fixed = FixedStorages(root, self._met)
+        self._hooks = WeakTensorKeyDictionary()  # parameter -> its hook
         self._saved = ExitStack()
 
     def start(self) -> None:
         """A new step."""
         self._names = {id(module): name for name, module in self._root.named_modules()}
-        # a strategy may shard in the first step
-        self._may_change = not self._fixed or any(isinstance(p, DTensor) for p in self._root.parameters())
-        self._scan(self._root.modules(), again=True)
+        self._fixed.start()
         self.note_gradients()
         self._gradients.start()
         self._activations.start()
@@ -92,10 +84,9 @@ class MemoryMeter:
     def close(self) -> None:
         """Take all hooks away."""
         self._saved.close()
-        for handle in self._seen.values():
-            if handle is not None:
-                handle.remove()
-        self._seen.clear()
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
 
     def note_gradients(self) -> None:
         """Count the gradients that are there, also those that no backward pass of ours has accumulated."""
@@ -112,60 +103,27 @@ class MemoryMeter:
 
     def saved(self, tensors: Sequence[Tensor]) -> list[Release]:
         """See `saved.Observer`."""
-        running = self._running()
+        running = running_modules(self._names)
         owner = self._names[id(running[0])] if running else ""
-        mine = [_local(tensor) for tensor in tensors]
-        return [
-            self._activations.add(tensor, owner, whole=True) for tensor in mine if not self._is_fixed(tensor, running)
-        ]
+        mine = [local_part(tensor) for tensor in tensors if not self._fixed.is_fixed(tensor)]
+        return [self._activations.add(tensor, owner, whole=True) for tensor in mine]
 
     def recomputed(self, tensors: Sequence[Tensor]) -> None:
         """See `saved.Observer`; they count until they are freed."""
         self.saved(tensors)
 
-    def _is_fixed(self, tensor: Tensor, running: list[nn.Module]) -> bool:
-        """Whether it is a parameter or buffer; `fully_shard` puts gathered ones into modules on the way."""
-        key = storage_key(tensor)
-        if self._may_change and key not in self._fixed and running[:1] != self._scanned:
-            self._scanned = running[:1]
-            if self._scan(running) or not running:
-                self._scan(self._root.modules())
-        return key in self._fixed
-
-    def _scan(self, modules: Iterable[nn.Module], *, again: bool = False) -> bool:
-        """Learn the parameters and buffers that modules have now; returns whether there were new ones."""
-        found = False
-        for module in modules:
-            for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-                if again or tensor not in self._seen:
-                    found = True
-                    self._learn(self._names.get(id(module), ""), tensor)
-        return found
-
-    def _learn(self, owner: str, tensor: Tensor) -> None:
-        part = _local(tensor)
-        self._fixed.setdefault(storage_key(part), StorageWeakRef(part.untyped_storage()))
-        if isinstance(tensor, nn.Parameter) and tensor.requires_grad and self._seen.get(tensor) is None:
-            self._seen[tensor] = tensor.register_post_accumulate_grad_hook(partial(self._accumulated, owner))
-        self._seen.setdefault(tensor, None)
+    def _met(self, module: nn.Module, tensor: Tensor) -> None:
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad and tensor not in self._hooks:
+            hook = partial(self._accumulated, self._names.get(id(module), ""))
+            self._hooks[tensor] = tensor.register_post_accumulate_grad_hook(hook)
 
     def _accumulated(self, owner: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self._add_gradient(owner, parameter.grad)
 
     def _add_gradient(self, owner: str, gradient: Tensor) -> None:
-        if _local(gradient).layout == torch.strided:
-            self._gradients.add(_local(gradient), owner)
-
-    def _running(self) -> list[nn.Module]:
-        """The root's modules whose forward is under way, innermost first."""
-        running: list[nn.Module] = []
-        frame = inspect.currentframe()
-        while frame is not None:
-            if frame.f_code is MODULE_CALL and id(frame.f_locals["self"]) in self._names:
-                running.append(frame.f_locals["self"])
-            frame = frame.f_back
-        return running
+        if local_part(gradient).layout == torch.strided:
+            self._gradients.add(local_part(gradient), owner)
 
 
 def parameter_bytes(root: nn.Module) -> tuple[dict[str, int], dict[str, int]]:
@@ -192,13 +150,8 @@ def optimizer_bytes(root: nn.Module, optimizers: Iterable[Optimizer]) -> dict[st
 
 
 def _add(sums: dict[str, int], owner: str, tensor: Tensor, seen: set[tuple[int, int]]) -> None:
-    tensor = _local(tensor)
+    tensor = local_part(tensor)
     key = key_of(tensor)
     if key not in seen:
         seen.add(key)
         sums[owner] = sums.get(owner, 0) + bytes_of(tensor)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        return local(tensor)
