@@ -17,6 +17,10 @@ from lightning_hybrid.functional.memory import sum_by_module
 from lightning_hybrid.parallel.ledgers.memory import Memory, MemoryMeter
 from lightning_hybrid.parallel.ledgers.traffic import over_ranks
 
+OPTIONAL = ("recomputed", "offloaded")
+"""Columns of tables that are left out where nothing is in them."""
+OUTSIDE = "(outside modules)"
+
 
 class MemoryLedger(Callback):
     """Counts the bytes that training keeps on this rank, with any strategy but DeepSpeed's.
@@ -121,15 +125,17 @@ class MemoryLedger(Callback):
 
     def table(self) -> Table:
         """The peak of each category on this rank, by module."""
-        columns = {name: sum_by_module(of_module, self.depth) for name, of_module in vars(self.peak).items()}
-        modules = dict.fromkeys(name for column in columns.values() for name in column)
-        rows = {name or "(outside modules)": [c.get(name, 0) for c in columns.values()] for name in sorted(modules)}
-        return _table("Memory of this rank, bytes at the peak of each category", "module", rows, total=True)
+        names = _columns([self.peak.totals()])
+        sums = [sum_by_module(getattr(self.peak, name), self.depth) for name in names]
+        modules = dict.fromkeys(module for column in sums for module in column)
+        rows = {module or OUTSIDE: [column.get(module, 0) for column in sums] for module in sorted(modules)}
+        return _table("Memory of this rank, bytes at the peak of each category", "module", names, rows, total=True)
 
     def table_of_ranks(self) -> Table:
         """The peaks of all ranks."""
-        rows = {str(rank): list(totals.values()) for rank, totals in enumerate(self.ranks)}
-        return _table("Memory of all ranks, bytes at the peak of each category", "rank", rows, total=False)
+        names = _columns(self.ranks)
+        rows = {str(rank): [totals[name] for name in names] for rank, totals in enumerate(self.ranks)}
+        return _table("Memory of all ranks, bytes at the peak of each category", "rank", names, rows, total=False)
 
     def _begin(self, module: nn.Module) -> None:
         self._close()
@@ -154,10 +160,15 @@ class MemoryLedger(Callback):
             self._meter = None
 
 
-def _table(title: str, first: str, rows: dict[str, list[int]], *, total: bool) -> Table:
+def _columns(totals: list[dict[str, int]]) -> list[str]:
+    """The categories, without those of techniques that no rank uses."""
+    return [name for name in Memory().totals() if name not in OPTIONAL or any(of_rank[name] for of_rank in totals)]
+
+
+def _table(title: str, first: str, names: list[str], rows: dict[str, list[int]], *, total: bool) -> Table:
     table = Table(title=title)
     table.add_column(first)
-    for name in Memory().totals():
+    for name in names:
         table.add_column(name, justify="right")
     for name, numbers in rows.items():
         table.add_row(name, *(f"{number:,}" for number in numbers))

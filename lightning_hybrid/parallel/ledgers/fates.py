@@ -6,7 +6,7 @@ later, one that lies in host memory meanwhile, one that lies here for a while be
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -41,25 +41,41 @@ class Kept:
 class FateObserver(Protocol):
     """Who wants to know."""
 
-    def announced(self, tensor: Tensor, fate: Fate) -> Release:
-        """A tensor, under the module that runs, has that fate until what is returned is called."""
+    def announced(self, tensor: Tensor, fate: Fate, earlier: Release | None = None) -> Release:
+        """A tensor has that fate until what is returned is called.
+
+        It belongs to the module that runs, or to that of an earlier announcement, by what was returned then.
+        """
 
 
 observers: list[FateObserver] = []
 
 
-def announce(tensor: Tensor, fate: Fate) -> Release:
+class Announcement:
+    """What has been announced; call it when that ends."""
+
+    def __init__(self, told: Sequence[tuple[FateObserver, Release]]) -> None:
+        self._told = told
+
+    def __call__(self) -> None:
+        """End it for all who were told."""
+        for _, release in self._told:
+            release()
+
+    def told(self, observer: FateObserver) -> Release | None:
+        """What an observer has returned, if it was there."""
+        return next((release for one, release in self._told if one is observer), None)
+
+
+def announce(tensor: Tensor, fate: Fate, earlier: Announcement | None = None) -> Announcement:
     """Tell all ledgers of a saved tensor's fate; whoever announces it calls what is returned when that ends.
 
     Args:
         tensor: As autograd saves it, or (for "kept") as it lies on the device for a while. Its storage counts, once for
             all its views.
         fate: What becomes of it.
+        earlier: What an earlier announcement of the same values returned, whose module it belongs to. Without it that
+            is the module that runs, and in a backward pass often none does.
     """
-    releases = [observer.announced(tensor, fate) for observer in observers]
-
-    def release() -> None:
-        for one in releases:
-            one()
-
-    return release
+    told = [(one, one.announced(tensor, fate, earlier.told(one) if earlier else None)) for one in observers]
+    return Announcement(told)

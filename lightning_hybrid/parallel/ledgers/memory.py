@@ -5,7 +5,7 @@ Torch's `MemTracker` was considered: it is private, and a dispatch mode, which s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,10 +16,16 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_hybrid.functional.trees import leaves_of
+from lightning_hybrid.parallel.ledgers.fates import Fate, Release, observers
 from lightning_hybrid.parallel.ledgers.fixed import FixedStorages, local_part
-from lightning_hybrid.parallel.ledgers.live import LiveBytes, Release, bytes_of, key_of
+from lightning_hybrid.parallel.ledgers.live import Counted, LiveBytes, bytes_of, key_of
 from lightning_hybrid.parallel.ledgers.running import running_modules
 from lightning_hybrid.parallel.ledgers.saved import SavedTensors
+
+FOLLOWED = ("gradients", "activations", "recomputed", "offloaded")
+"""What comes and goes within a step."""
+OUTLIVING = ("recomputed", "offloaded")
+"""What is not in the storages that it is counted by."""
 
 
 @dataclass
@@ -33,6 +39,8 @@ class Memory:
         states: Optimizer states, under the module of their parameter; "" for those of no parameter here.
         activations: Storages that autograd holds for the backward pass and that are no parameters or buffers, under
             the module that saved them first; "" for what the step does outside modules.
+        recomputed: Storages that it would hold too if they were not dropped until they are made again.
+        offloaded: Storages that lie in host memory meanwhile.
     """
 
     trainable: dict[str, int] = field(default_factory=dict)
@@ -40,6 +48,8 @@ class Memory:
     gradients: dict[str, int] = field(default_factory=dict)
     states: dict[str, int] = field(default_factory=dict)
     activations: dict[str, int] = field(default_factory=dict)
+    recomputed: dict[str, int] = field(default_factory=dict)
+    offloaded: dict[str, int] = field(default_factory=dict)
 
     def totals(self) -> dict[str, int]:
         """Sum over modules of each category."""
@@ -60,7 +70,7 @@ class MemoryMeter:
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._gradients, self._activations = LiveBytes(), LiveBytes()
+        self._live = {name: LiveBytes(outlive=name in OUTLIVING) for name in FOLLOWED}
         self._names: dict[int, str] = {}
         self._fixed = FixedStorages(root, self._met)
         self._hooks = WeakTensorKeyDictionary()  # parameter -> its hook
@@ -71,10 +81,12 @@ class MemoryMeter:
         self._names = {id(module): name for name, module in self._root.named_modules()}
         self._fixed.start()
         self.note_gradients()
-        self._gradients.start()
-        self._activations.start()
+        for live in self._live.values():
+            live.start()
 
     def __enter__(self) -> MemoryMeter:
+        observers.append(self)
+        self._saved.callback(observers.remove, self)
         self._saved.enter_context(SavedTensors(self))
         return self
 
@@ -99,18 +111,25 @@ class MemoryMeter:
         self.note_gradients()
         trainable, frozen = parameter_bytes(self._root)
         states = optimizer_bytes(self._root, optimizers)
-        return Memory(trainable, frozen, self._gradients.at_peak, states, self._activations.at_peak)
+        followed = {name: live.at_peak for name, live in self._live.items()}
+        return Memory(trainable=trainable, frozen=frozen, states=states, **followed)
 
-    def saved(self, tensors: Sequence[Tensor]) -> list[Release]:
-        """See `saved.Observer`."""
+    def announced(self, tensor: Tensor, fate: Fate, earlier: Release | None = None) -> Counted:
+        """See `fates.FateObserver`."""
+        if self._fixed.is_fixed(tensor):
+            return Counted("")
+        owner, part, dropped = self._owner(earlier), local_part(tensor), self._live["recomputed"]
+        if fate != "recomputed":
+            dropped.discard(part)  # such as a block's result, which is the next one's input
+        elif any(self._live[name].holds(part) for name in ("activations", "offloaded")):
+            return Counted(owner)
+        return self._live["activations" if fate == "kept" else fate].add(part, owner, whole=True)
+
+    def _owner(self, earlier: Release | None) -> str:
+        if isinstance(earlier, Counted):
+            return earlier.owner
         running = running_modules(self._names)
-        owner = self._names[id(running[0])] if running else ""
-        mine = [local_part(tensor) for tensor in tensors if not self._fixed.is_fixed(tensor)]
-        return [self._activations.add(tensor, owner, whole=True) for tensor in mine]
-
-    def recomputed(self, tensors: Sequence[Tensor]) -> None:
-        """See `saved.Observer`; they count until they are freed."""
-        self.saved(tensors)
+        return self._names[id(running[0])] if running else ""
 
     def _met(self, module: nn.Module, tensor: Tensor) -> None:
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad and tensor not in self._hooks:
@@ -123,7 +142,7 @@ class MemoryMeter:
 
     def _add_gradient(self, owner: str, gradient: Tensor) -> None:
         if local_part(gradient).layout == torch.strided:
-            self._gradients.add(local_part(gradient), owner)
+            self._live["gradients"].add(local_part(gradient), owner)
 
 
 def parameter_bytes(root: nn.Module) -> tuple[dict[str, int], dict[str, int]]:

@@ -1,38 +1,30 @@
 """Watches what autograd saves for backward passes, without getting in the way of other saved-tensor hooks.
 
-Torch asks the innermost hooks only. Ours are outermost, and while they are there, hooks that others enter are watched:
-what counts is what those keep. An activation checkpoint keeps nothing, a compression keeps what it has compressed.
+Torch asks the innermost hooks only. Ours ask those outside of them in turn, and while they are there, hooks that others
+enter are watched: what counts is what those keep. An activation checkpoint keeps nothing, a compression keeps what it
+has compressed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_hybrid.compat import in_backward, version
+from lightning_hybrid.compat import in_backward, outer_hooks
 from lightning_hybrid.functional.trees import leaves_of
-from lightning_hybrid.parallel.ledgers.live import Release
+from lightning_hybrid.parallel.ledgers.fates import Fate, FateObserver, Kept, Release
+from lightning_hybrid.parallel.memory.hooks import PassedOn, keep
 
 
-class Observer(Protocol):
-    """Who wants to know."""
-
-    def saved(self, tensors: Sequence[Tensor]) -> list[Release]:
-        """Tensors that a graph now holds; it calls what is returned when it lets go of them."""
-
-    def recomputed(self, tensors: Sequence[Tensor]) -> None:
-        """Tensors saved within a backward pass, by a checkpoint that keeps them until they are used."""
-
-
-class _Kept:
+class _Watched:
     """What the graph holds in place of a saved tensor; it goes when the graph lets go of it."""
 
-    def __init__(self, value: Any, version: int, releases: list[Release]) -> None:
-        self.value, self.version, self.releases = value, version, releases
+    def __init__(self, value: Any, releases: list[Release]) -> None:
+        self.value, self.releases = value, releases
 
     def __del__(self) -> None:
         for release in self.releases:
@@ -40,26 +32,27 @@ class _Kept:
 
 
 class SavedTensors:
-    """Context that tells an observer what is saved in this thread.
+    """Context that tells an observer what becomes of what is saved in this thread.
 
     Args:
         observer: Who is told.
     """
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: FateObserver) -> None:
         self._observer = observer
-        # autograd also calls hooks from compiled code, where Dynamo would compile them
-        self._hooks = saved_tensors_hooks(torch.compiler.disable(self._pack), torch.compiler.disable(_unpack))
+        self._hooks: saved_tensors_hooks | None = None
         self._enter: Any = None
 
     def __enter__(self) -> SavedTensors:
-        self._hooks.__enter__()
         enter, observer = saved_tensors_hooks.__enter__, self._observer
+        pack, unpack = outer_hooks() or (keep, Kept.unpack)
+        self._hooks = saved_tensors_hooks(_watch(pack, observer), _unwatch(unpack))
+        self._hooks.__enter__()
         self._enter = enter
 
         def watched(hooks: saved_tensors_hooks) -> None:
             pack, unpack = hooks.pack_hook, hooks.unpack_hook
-            hooks.pack_hook, hooks.unpack_hook = _watch(pack, observer), lambda kept: unpack(kept.value)
+            hooks.pack_hook, hooks.unpack_hook = _watch(pack, observer), _unwatch(unpack)
             try:
                 enter(hooks)
             finally:
@@ -69,38 +62,51 @@ class SavedTensors:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        assert self._hooks is not None
         saved_tensors_hooks.__enter__ = self._enter  # type: ignore[method-assign]
         self._hooks.__exit__(*exception)
 
-    def _pack(self, tensor: Tensor) -> _Kept:
-        return _Kept(tensor.detach(), version(tensor), self._observer.saved([tensor]))
 
-
-def _unpack(kept: _Kept) -> Tensor:
-    """The check that autograd makes where no hooks are."""
-    tensor: Tensor = kept.value
-    if version(tensor) != kept.version:
-        raise RuntimeError(
-            f"A tensor of shape {list(tensor.shape)} that the backward pass needs has been modified in place, "
-            f"{version(tensor) - kept.version} time(s) since it was saved."
-        )
-    return tensor
-
-
-def _watch(pack: Callable[[Tensor], Any], observer: Observer) -> Callable[[Tensor], _Kept]:
-    def packed(tensor: Tensor) -> _Kept:
+def _watch(pack: Callable[[Tensor], Any], observer: FateObserver) -> Callable[[Tensor], _Watched]:
+    def packed(tensor: Tensor) -> _Watched:
         try:
             held = pack(tensor)
         except BaseException:  # how a checkpoint ends a recomputation, with the tensor kept
             if in_backward():
-                observer.recomputed([tensor])
+                observer.announced(tensor, "kept")
             raise
-        inner = held.value if isinstance(held, _Kept) else held
-        # what has been moved to another device is not in this one's memory
-        tensors = [t for t in leaves_of(inner) if isinstance(t, Tensor) and t.device == tensor.device]
-        if in_backward():
-            observer.recomputed(tensors)
-            return _Kept(held, 0, [])
-        return _Kept(held, 0, observer.saved(tensors))
+        value = _inside(held)
+        releases = [observer.announced(part, fate) for part, fate in _fates(value, tensor)]
+        # hooks within a backward pass are those of a checkpoint, which keeps the tensors until they are used or freed
+        stays = in_backward() and not isinstance(value, Kept) and _tensors(value)
+        return _Watched(held, [] if stays else releases)
 
+    # autograd also calls hooks from compiled code, where Dynamo would compile them
     return torch.compiler.disable(packed)
+
+
+def _unwatch(unpack: Callable[[Any], Tensor]) -> Callable[[_Watched], Tensor]:
+    return torch.compiler.disable(lambda watched: unpack(watched.value))
+
+
+def _inside(held: Any) -> Any:
+    """What hooks hold in the end. Hooks that pass a tensor on show it twice, which counts once: storages count."""
+    while isinstance(held, _Watched | PassedOn):
+        held = held.value
+    return held
+
+
+def _fates(held: Any, tensor: Tensor) -> list[tuple[Tensor, Fate]]:
+    """What becomes of a tensor of which hooks hold something."""
+    if isinstance(held, Kept):
+        return [(held.tensor, "kept")]
+    if hasattr(held, "unpack"):
+        return []  # by hooks of ours, which announce
+    tensors = _tensors(held)
+    if not tensors:
+        return [(tensor, "recomputed")]
+    return [(part, "kept" if part.device == tensor.device else "offloaded") for part in tensors]
+
+
+def _tensors(held: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves_of(held) if isinstance(leaf, Tensor)]

@@ -23,14 +23,15 @@ class Packed(Protocol):
         """The tensor, or an equal one."""
 
 
-class _PassedOn:
-    """What hooks outside have made of a tensor. Ledgers do not look into it: they have seen it there."""
+class PassedOn:
+    """What hooks outside have made of a tensor. Ledgers look into it."""
 
     def __init__(self, value: Any, unpack: Callable[[Any], Tensor]) -> None:
-        self._value, self._unpack = value, unpack
+        self.value, self._unpack = value, unpack
 
     def unpack(self) -> Tensor:
-        return self._unpack(self._value)
+        """What the hooks outside make of it again."""
+        return self._unpack(self.value)
 
 
 def keep(tensor: Tensor) -> Kept:
@@ -65,7 +66,7 @@ class ChainedHooks:
         if self._outer is None:
             return keep(tensor)
         pack, unpack = self._outer
-        return _PassedOn(pack(tensor), unpack)
+        return PassedOn(pack(tensor), unpack)
 
 
 def _unpack(packed: Packed) -> Tensor:
