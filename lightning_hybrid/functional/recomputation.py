@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -13,7 +13,7 @@ STEPS = 4_000_000
 """Most steps from state to state of a plan under a budget, about; a million takes about a second."""
 
 
-def square_root_segments(costs: Sequence[BlockCost]) -> list[Segment]:
+def square_root_segments(costs: Sequence[BlockCost], starts: Collection[int] = ()) -> list[Segment]:
     """Recompute all blocks, in segments that together need the fewest bytes, exactly, whatever the blocks' costs.
 
     Bytes are the sum of the segments' boundaries and the most that the blocks of one segment save, without its
@@ -23,6 +23,7 @@ def square_root_segments(costs: Sequence[BlockCost]) -> list[Segment]:
 
     Args:
         costs: Of all blocks, in the order in which they run.
+        starts: Blocks with which a segment must begin.
 
     Returns:
         The segments. Among those with the fewest bytes: fewest bytes of boundaries, then fewest segments, then the
@@ -33,7 +34,7 @@ def square_root_segments(costs: Sequence[BlockCost]) -> list[Segment]:
 
     Source: Chen et al. 2016, arXiv:1604.06174, sections 3 and 4, with exact segments in the place of its search.
     """
-    sums = Sums(costs)
+    sums = Sums(costs, starts)
 
     def solve(longest: int) -> _Solution | None:
         def options(start: int, stored: int) -> Iterator[Option]:
@@ -47,26 +48,30 @@ def square_root_segments(costs: Sequence[BlockCost]) -> list[Segment]:
     return _most_even(sums, least_sum(solve, sums.most, weight=1).limited)
 
 
-def smallest_budget(costs: Sequence[BlockCost], in_flight: int = 1) -> int:
+def smallest_budget(costs: Sequence[BlockCost], in_flight: int = 1, starts: Collection[int] = ()) -> int:
     """Fewest bytes that any plan can do with, exactly.
 
     Args:
         costs: Of all blocks, in the order in which they run.
         in_flight: As in :func:`peak_bytes`.
+        starts: Blocks with which a segment must begin.
 
     Raises:
         ValueError: If a cost is negative or not finite, or `in_flight` is below 1.
     """
-    return peak_bytes(costs, _smallest_plan(Sums(costs), in_flight), in_flight)
+    return peak_bytes(costs, _smallest_plan(Sums(costs, starts), in_flight), in_flight)
 
 
-def cheapest_segments(costs: Sequence[BlockCost], budget_bytes: int, in_flight: int = 1) -> list[Segment]:
+def cheapest_segments(
+    costs: Sequence[BlockCost], budget_bytes: int, in_flight: int = 1, starts: Collection[int] = ()
+) -> list[Segment]:
     """Recompute what takes the least time, such that no more than a budget is held at once.
 
     Args:
         costs: Of all blocks, in the order in which they run.
         budget_bytes: Most bytes, of all micro-batches in flight together.
         in_flight: As in :func:`peak_bytes`.
+        starts: Blocks with which a segment must begin.
 
     Returns:
         The plan with the least :func:`extra_seconds` among those whose :func:`peak_bytes` keep to the budget, with the
@@ -79,7 +84,7 @@ def cheapest_segments(costs: Sequence[BlockCost], budget_bytes: int, in_flight: 
         ValueError: If no plan keeps to the budget (the smallest possible is named), a cost is negative or not finite,
             or `in_flight` is below 1.
     """
-    sums = Sums(costs)
+    sums = Sums(costs, starts)
     smallest = _smallest_plan(sums, in_flight)
     needed = peak_bytes(costs, smallest, in_flight)
     if needed > budget_bytes:

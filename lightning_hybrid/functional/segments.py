@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, groupby
@@ -92,16 +92,22 @@ class Sums:
 
     Args:
         costs: Of all blocks, in the order in which they run.
+        starts: Blocks with which a segment must begin: those before do not pass on to them what they give.
 
     Raises:
-        ValueError: If one is negative or not finite.
+        ValueError: If a cost is negative or not finite.
     """
 
-    def __init__(self, costs: Sequence[BlockCost]) -> None:
+    def __init__(self, costs: Sequence[BlockCost], starts: Collection[int] = ()) -> None:
         for block in costs:
             if min(block.boundary, block.internal, block.saved_inputs) < 0 or not 0 <= block.seconds < math.inf:
                 raise ValueError(f"Costs of blocks must be finite and not negative, got {block}. Measure them again.")
         self.costs = costs
+        self._ends = list[int]()  # where a segment that begins at a block ends at the latest
+        for index in reversed(range(len(costs))):
+            after = self._ends[-1] if self._ends else len(costs)
+            self._ends.append(index + 1 if index + 1 in starts else after)
+        self._ends.reverse()
         self._kept = list(accumulate((block.kept for block in costs), initial=0))
         # with rounding, the order of a sum would decide between plans that take the same time
         exact = [Fraction(block.seconds) for block in costs]
@@ -119,7 +125,9 @@ class Sums:
 
     def reach(self, start: int, room: int) -> int:
         """Where a segment that begins there ends at the latest if `inner` may be `room`; at most `start` if nowhere."""
-        return bisect_right(self._kept, room + self._kept[start] + self.costs[start].saved_inputs) - 1
+        return min(
+            self._ends[start], bisect_right(self._kept, room + self._kept[start] + self.costs[start].saved_inputs) - 1
+        )
 
     def stored(self, segment: Segment) -> int:
         """Bytes that a segment holds between its forward and its backward."""

@@ -142,6 +142,16 @@ class HybridPTDPStrategy(MeasuredStrategy):
         return self.ground.blocks
 
     @property
+    def block_runs(self) -> list[list[str]]:
+        """Dotted names of the blocks in runs: those of one list on one stage, which follow each other."""
+        return self.ground.runs or [self.ground.blocks]
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup | None:
+        """Ranks that share the matrices of a stage; None on a tensor axis of one rank."""
+        return self.ground.mesh.tensor_group if self.ground.mesh.layout.tensor > 1 else None
+
+    @property
     def _is_plain(self) -> bool:
         """One process and one micro-batch: Lightning's own path serves."""
         alone = self.world_size == 1 and self.options["num_microbatches"] in ("auto", 1)

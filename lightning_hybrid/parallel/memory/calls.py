@@ -1,4 +1,4 @@
-"""Layers around the calls of modules that nobody rewrote: recomputation outside, streamed parameters inside.
+"""Layers around the calls of modules that nobody rewrote: sequence shards, in them recomputation, then streaming.
 
 A module's `forward` is what they surround: hooks, those of `fully_shard` too, stay outside and run once. A compiled
 module runs as one piece, so its compiled call is surrounded instead.
@@ -19,8 +19,9 @@ from lightning_hybrid.compat import COMPILED_CALL, is_compiled
 class Order(IntEnum):
     """From the outermost layer to the innermost, in whatever order they are added."""
 
-    RECOMPUTE = 0
-    STREAM = 1
+    REGION = 0
+    RECOMPUTE = 1
+    STREAM = 2
 
 
 class Layer(Protocol):

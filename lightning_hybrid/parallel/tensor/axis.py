@@ -24,6 +24,7 @@ from torch.autograd import Function
 
 from lightning_hybrid.compat import all_gather_flat, is_view, reduce_scatter_flat
 from lightning_hybrid.functional.splits import Split
+from lightning_hybrid.parallel.memory.selective import is_keeping
 
 
 class TensorAxis:
@@ -108,7 +109,7 @@ def enter(tensor: Tensor, axis: TensorAxis) -> Tensor:
 def reduce(tensor: Tensor, axis: TensorAxis) -> Tensor:
     """Forward sums what the ranks have computed, in place; backward nothing (g of arXiv:1909.08053)."""
     tensor = tensor.contiguous()
-    result: Tensor = _Reduce.apply(tensor.clone() if is_view(tensor) else tensor, axis)
+    result: Tensor = _Reduce.apply(tensor.clone() if is_view(tensor) or is_keeping() else tensor, axis)
     return result
 
 

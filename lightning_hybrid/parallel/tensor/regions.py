@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_hybrid.functional.splits import Split
 from lightning_hybrid.functional.trees import flatten, leaves_of, map_leaves, unflatten
+from lightning_hybrid.parallel.memory.calls import Order, surround
 from lightning_hybrid.parallel.tensor.axis import TensorAxis, take
 from lightning_hybrid.parallel.tensor.split_tensor import SplitTensor, part_of, shape_of, split_of, whole, wrap
 
@@ -89,9 +90,10 @@ def _is_hidden(leaf: Any) -> bool:
 
 def add_region(block: nn.Module, axis: TensorAxis, *, is_last: bool) -> None:
     """Make a block part of a run whose sequence is dealt out."""
-    block.__dict__[REGION] = Region(axis, is_last=is_last)
+    region = block.__dict__[REGION] = Region(axis, is_last=is_last)
     kind: Any = type(block)
     block.__class__ = _with_region(kind)
+    surround(block, Order.REGION, region.forward)
 
 
 @cache
@@ -100,11 +102,7 @@ def _with_region(base: Any) -> type[nn.Module]:
         region: Region = self.__dict__[REGION]
         return region.call(self, base.__call__.__get__(self), args, kwargs)
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        region: Region = self.__dict__[REGION]
-        return region.forward(base.forward.__get__(self), args, kwargs)
-
-    return _derived(base, {"__call__": call, "forward": forward})
+    return _derived(base, {"__call__": call})
 
 
 def bypass_sharding(root: nn.Module) -> None:

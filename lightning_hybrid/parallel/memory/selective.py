@@ -1,0 +1,107 @@
+"""Selective recomputation: results of products and attention are kept, which take most time; the rest is made again.
+
+Korthikanti et al. 2022 (arXiv:2205.05198, section 5) put it the other way round and recompute attention alone, of which
+today's kernels save hardly anything.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from lightning_hybrid.functional.trees import leaves_of
+from lightning_hybrid.parallel.ledgers.fates import Release, announce
+
+PRODUCTS = (
+    *("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._grouped_mm", "aten._scaled_mm"),
+    *("aten.convolution", "aten._scaled_dot_product_flash_attention_for_cpu"),
+    *("aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_efficient_attention"),
+    "aten._scaled_dot_product_cudnn_attention",
+)
+"""Operations whose results are kept unless others are named."""
+DROPOUT = {
+    "aten._scaled_dot_product_flash_attention_for_cpu": 3,
+    "aten._scaled_dot_product_flash_attention": 3,
+    "aten._scaled_dot_product_efficient_attention": 5,
+    "aten._scaled_dot_product_cudnn_attention": 5,
+}
+"""Position of the probability of dropping. What draws random numbers must run again, or later draws would differ."""
+_depth = 0
+
+
+def is_keeping() -> bool:
+    """Whether results may be kept now as they are, so that nobody may write to them."""
+    return _depth > 0
+
+
+def check_operations(names: Sequence[str]) -> frozenset[str]:
+    """Names of operations such as "aten.mm".
+
+    Raises:
+        ValueError: If torch has no such operation.
+    """
+    for name in names:
+        namespace, _, operation = name.partition(".")
+        if not operation or not hasattr(getattr(torch.ops, namespace), operation):
+            raise ValueError(
+                f"keep={list(names)}: torch has no operation {name!r}. Give names such as 'aten.mm' or "
+                "'aten.convolution'; torch.profiler shows which ones a model calls."
+            )
+    return frozenset(names)
+
+
+class Selective:
+    """Makes the contexts of a call and its repetition.
+
+    Args:
+        names: Operations whose results are kept.
+    """
+
+    def __init__(self, names: Collection[str] = PRODUCTS) -> None:
+        self._names = frozenset(names)
+
+    def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """See `frames.Contexts`."""
+        kept: list[Release] = []
+        first, again = create_selective_checkpoint_contexts(partial(self._policy, kept))
+        weakref.finalize(again, _release, kept).atexit = False
+        return _keeping(first), again
+
+    def _policy(self, kept: list[Release], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = str(getattr(operation, "overloadpacket", operation))
+        if name not in self._names or _draws(name, args, kwargs):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if not context.is_recompute:
+            results = leaves_of(getattr(context, "op_output", None))  # since torch 2.13; ledgers miss them before
+            kept += [announce(result, "kept") for result in results if isinstance(result, Tensor)]
+        return CheckpointPolicy.MUST_SAVE
+
+
+def _draws(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    position = DROPOUT.get(name)
+    if position is None:
+        return False
+    return bool(kwargs.get("dropout_p", args[position] if len(args) > position else 0.0))
+
+
+def _release(kept: list[Release]) -> None:
+    for release in kept:
+        release()
+
+
+@contextmanager
+def _keeping(context: AbstractContextManager[Any]) -> Iterator[None]:
+    global _depth
+    _depth += 1
+    try:
+        with context:
+            yield
+    finally:
+        _depth -= 1

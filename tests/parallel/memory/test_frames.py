@@ -1,0 +1,306 @@
+"""Calls that are repeated in the backward pass."""
+
+import random
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_hybrid.parallel.memory.calls import Order, surround
+from lightning_hybrid.parallel.memory.frames import Site
+from lightning_hybrid.parallel.memory.hooks import ChainedHooks, keep
+from lightning_hybrid.parallel.memory.recompute import Recomputation
+from lightning_hybrid.parallel.memory.selective import Selective
+
+WIDTH = 6
+
+
+class Net(nn.Module):
+    """Blocks in a loop of the user's own, with code between them."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def recomputed(net, segments=None, contexts=None):
+    sites = [Site(f"blocks.{i}", block, torch.device("cpu")) for i, block in enumerate(net.blocks)]
+    recomputation = Recomputation(sites, contexts)
+    if segments is not None:
+        recomputation.segments = segments
+    for position, site in enumerate(sites):
+        surround(site.module, Order.RECOMPUTE, recomputation.layer(position))
+    return net
+
+
+def gradients(net, x, **options):
+    net.zero_grad(set_to_none=True)
+    x = x.clone().requires_grad_() if x.is_floating_point() else x
+    net(x).square().sum().backward(**options)
+    return [x.grad, *(p.grad for p in net.parameters())], [buffer.clone() for buffer in net.buffers()]
+
+
+def check_same(make, x=None, segments=None, contexts=None):
+    """Twice in a row, so that buffers that change matter."""
+    x = torch.randn(5, WIDTH) if x is None else x
+    nets = []
+    for wrap in (lambda net: net, lambda net: recomputed(net, segments, contexts)):
+        for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+            seed(0)
+        net = wrap(make())
+        nets.append([gradients(net, x), gradients(net, x), torch.rand(1), random.random(), numpy.random.random()])
+    torch.testing.assert_close(*nets, rtol=0, atol=0)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x + F.dropout(torch.tanh(self.linear(x)), 0.3)
+
+
+class Drawing(Layer):
+    def forward(self, x):
+        return super().forward(x) * random.random() + numpy.random.random() * torch.rand_like(x)
+
+
+class Averaging(Layer):
+    """A buffer that a forward reads, and then writes to or replaces."""
+
+    replaces = False
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(WIDTH))
+        self.register_buffer("none", None)
+
+    def forward(self, x):
+        result = super().forward(x) * self.mean.clone()
+        average = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        if self.replaces:
+            self.mean = average
+        else:
+            self.mean.copy_(average)
+        return result
+
+
+class Replacing(Averaging):
+    replaces = True
+
+
+class Normed(Layer):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH, momentum=None)
+
+    def forward(self, x):
+        return self.norm(super().forward(x))
+
+
+class Spectral(Layer):
+    def __init__(self):
+        super().__init__()
+        nn.utils.parametrizations.spectral_norm(self.linear)
+
+
+class Checkpointed(Layer):
+    reentrant = False
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+SEGMENTS = {"each": None, "pairs": [0, 0, 2, 2, 4], "all": [0] * 5, "some": [None, 1, 1, None, 4]}
+
+
+@pytest.mark.parametrize("segments", SEGMENTS)
+@pytest.mark.parametrize(
+    "layer", [Layer, Drawing, Averaging, Replacing, Normed, Spectral, Checkpointed, Reentrant], ids=lambda c: c.__name__
+)
+def test_every_bit_is_that_of_the_run_that_keeps_everything(layer, segments):
+    check_same(lambda: Net(layer() for _ in range(5)), segments=SEGMENTS[segments])
+
+
+@pytest.mark.parametrize("layer", [Layer, Normed, Drawing], ids=lambda c: c.__name__)
+def test_with_kept_products_too(layer):
+    check_same(lambda: Net(layer() for _ in range(5)), contexts=Selective())
+
+
+def test_a_first_layer_may_take_integers():
+    check_same(
+        lambda: Net([nn.Embedding(9, WIDTH), Layer(), Layer()]), torch.arange(9).reshape(3, 3), segments=[0, 0, 2]
+    )
+
+
+class Between(Net):
+    """Skips over blocks, a mask for all, results that are changed between blocks, in place too, and keywords."""
+
+    def forward(self, x):
+        mask, skip = torch.rand(len(x), 1), x
+        for index, block in enumerate(self.blocks):
+            x = block(x, mask=mask, skips=[skip])
+            if index == 1:
+                x = x * 2
+            if index == 2:
+                x.mul_(3)
+            if index == 3:
+                x, skip = skip, x
+        return x
+
+
+class Masked(Layer):
+    def forward(self, x, *, mask, skips):
+        return super().forward(x) * mask + skips[0]
+
+
+@pytest.mark.parametrize("segments", SEGMENTS)
+def test_code_between_the_blocks_may_do_what_it_likes(segments):
+    check_same(lambda: Between(Masked() for _ in range(5)), segments=SEGMENTS[segments])
+
+
+def test_autocast_stands_in_the_repetition_as_it_did():
+    class Cast(Net):
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(x)
+
+    check_same(lambda: Cast(Layer() for _ in range(5)), segments=SEGMENTS["pairs"])
+
+
+def kept_bytes(net, x):
+    """Bytes of arguments of frames that hooks outside see, and whatever else is saved."""
+    seen = {}
+
+    def pack(tensor):
+        seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return keep(tensor)
+
+    parameters = {p.untyped_storage().data_ptr() for p in net.parameters()}
+    with ChainedHooks(pack):
+        result = net(x)
+    return sum(size for key, size in seen.items() if key not in parameters), result
+
+
+def test_a_segment_keeps_its_first_argument_alone_and_runs_once_more():
+    x = torch.randn(5, WIDTH)
+    size = x.numel() * x.element_size()
+    for segments, number in ((None, 5), ([0, 0, 2, 2, 4], 3), ([0] * 5, 1)):
+        net = recomputed(Net(Layer() for _ in range(5)), segments)
+        kept, result = kept_bytes(net, x.requires_grad_())
+        assert kept == number * size
+        result.sum().backward()
+        assert [block.calls for block in net.blocks] == [2] * 5
+    plain = Net(Layer() for _ in range(5))
+    assert kept_bytes(plain, x)[0] > 10 * size
+
+
+def test_a_repetition_ends_with_the_last_tensor_that_is_needed():
+    class Two(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x).sum() + x
+
+    counted = []
+    net = recomputed(Net([Two(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Identity())]))
+    for index, module in enumerate(net.blocks[0]):
+        module.register_forward_hook(lambda *_, index=index: counted.append(index))
+    net(torch.randn(3, WIDTH)).sum().backward()
+    assert counted == [0, 1, 2, 3, 0, 1]  # the second linear layer needs no result
+
+
+def test_a_graph_may_be_used_twice_and_differentiated_twice():
+    def penalty(net, x):
+        net.zero_grad(set_to_none=True)
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+        slope.square().sum().backward()
+        return [x.grad, *(p.grad for p in net.parameters())]
+
+    found = []
+    x = torch.randn(5, WIDTH)
+    for wrap in (lambda net: net, lambda net: recomputed(net, SEGMENTS["pairs"])):
+        torch.manual_seed(0)
+        net = wrap(Net(Layer() for _ in range(5)))
+        result = net(x).square().sum()
+        result.backward(retain_graph=True)
+        result.backward()
+        found.append(([p.grad.clone() for p in net.parameters()], penalty(net, x)))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_nothing_is_kept_without_gradients_and_a_frozen_block_works():
+    net = recomputed(Net(Layer() for _ in range(3)))
+    with torch.no_grad():
+        net(torch.randn(2, WIDTH))
+    assert [block.calls for block in net.blocks] == [1] * 3
+    net.requires_grad_(False)
+    net.blocks[2].requires_grad_(True)
+    net(torch.randn(2, WIDTH)).sum().backward()
+    assert [block.calls for block in net.blocks] == [2, 2, 3]
+
+
+class Counting(Layer):
+    def forward(self, x):
+        result = super().forward(x)
+        return result.exp() if self.calls > 1 else result
+
+
+class Wider(Layer):
+    def forward(self, x):
+        return super().forward(x.repeat(self.calls + 1, 1)).sum() + x
+
+
+class Writing(Layer):
+    def forward(self, x):
+        return super().forward(x.mul_(2))
+
+
+class Shrinking(Counting):
+    def forward(self, x):
+        result = Layer.forward(self, x)
+        return result if self.calls > 1 else result.exp()
+
+
+class Late(Averaging):
+    def forward(self, x):
+        if self.calls:
+            return super().forward(x)
+        return Layer.forward(self, x)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (Counting, r"blocks.0 saves more tensors for backward when its forward is repeated"),
+        (Shrinking, r"blocks.0 saves fewer tensors for backward when its forward is repeated"),
+        (Wider, r"blocks.0 saves \[10, 6\] torch.float32 in place of another tensor"),
+        (Writing, r"blocks.0 writes to its argument of shape \[5, 6\] in place"),
+    ],
+)
+def test_what_cannot_be_repeated_is_an_error_that_names_the_block(layer, message):
+    net = recomputed(Net([layer(), Layer()]), [0, 0])
+    x = torch.randn(5, WIDTH, requires_grad=True) * 1
+    with pytest.raises(RuntimeError, match=message):
+        net(x).sum().backward()
+
+
+def test_a_buffer_that_changes_late_is_an_error():
+    net = recomputed(Net([Late()]))
+    x = torch.randn(5, WIDTH)
+    net(x)
+    with pytest.raises(RuntimeError, match=r"buffer mean of blocks.0 has changed for the first time after"):
+        net(x)

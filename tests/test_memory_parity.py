@@ -1,0 +1,85 @@
+"""Each technique that saves memory, and each pair of them, leaves every bit of a run as it is."""
+
+from itertools import combinations
+
+import pytest
+
+from lightning_hybrid.callbacks import ActivationRecompute
+from tests.launch import run_trainers
+from tests.memory_models import MODELS, bits
+from tests.small import hybrid
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*normalises by the statistics of each micro-batch"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but"),
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
+]
+TECHNIQUES = {
+    "full": lambda: ActivationRecompute(),
+    "sqrt": lambda: ActivationRecompute("sqrt"),
+    "selective": lambda: ActivationRecompute("selective"),
+    "budget": lambda: ActivationRecompute(budget_bytes=60_000),
+    "partition": lambda: ActivationRecompute("sqrt", partition_over_tensor_axis=True),
+}
+RECOMPUTES = ("full", "sqrt", "selective", "budget", "partition")
+LAYOUTS = {
+    "ddp": lambda: "ddp",
+    "pipeline": lambda: hybrid(2, microbatches=4),
+    "chunks": lambda: hybrid(2, chunks=2, microbatches=2),
+    "zero3": lambda: hybrid(1, microbatches=2, zero_stage=3),
+}
+TENSOR = {
+    "whole": lambda: hybrid(1, tensor_parallel_size=2),
+    "sequence": lambda: hybrid(1, tensor_parallel_size=2, sequence_parallel=True),
+    "regather": lambda: hybrid(1, tensor_parallel_size=2, sequence_parallel="regather"),
+}
+PAIRS = [(a, b) for a, b in combinations(TECHNIQUES, 2) if "partition" not in (a, b) and not {a, b} <= set(RECOMPUTES)]
+SETS = [*((name,) for name in TECHNIQUES if name != "partition"), *PAIRS]
+
+
+def callbacks_of(names):
+    return [TECHNIQUES[name]() for name in names]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_process(model):
+    expected = bits(model)
+    for names in SETS:
+        assert bits(model, callbacks_of(names)) == expected, names
+
+
+def on_two_ranks(layout, rows):
+    """Of each row, a model and names of techniques, what a fit leaves; and of each model without any."""
+    found = {}
+    for model, names in [*((model, ()) for model in {model for model, _ in rows}), *rows]:
+        found[model, names] = bits(model, callbacks_of(names), {**LAYOUTS, **TENSOR}[layout]())
+    return found
+
+
+def rows_of(layout, *, is_full):
+    """Each technique and pair with one of the models, by turns; all of them in the full table."""
+    models = list(MODELS)
+    shift = list(LAYOUTS).index(layout)
+    return [
+        (model, names)
+        for number, names in enumerate(SETS)
+        for index, model in enumerate(models)
+        if is_full or index == (number + shift) % len(models)
+    ]
+
+
+@pytest.mark.parametrize("is_full", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_processes(layout, is_full):
+    for found in run_trainers(2, on_two_ranks, layout, rows_of(layout, is_full=is_full), timeout=300):
+        for (model, names), outcome in found.items():
+            assert outcome == found[model, ()], (model, names)
+
+
+@pytest.mark.filterwarnings("ignore:.*the whole is gathered at each call")
+@pytest.mark.parametrize("layout", TENSOR)
+def test_a_tensor_axis(layout):
+    rows = [("GPT", (name,)) for name in TECHNIQUES]
+    for found in run_trainers(2, on_two_ranks, layout, rows, timeout=300):
+        for (model, names), outcome in found.items():
+            assert outcome == found[model, ()], (model, names)
