@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ class _Holder:
     def fill(self, tensor: Tensor) -> bool:
         """Take what the repetition has made; returns whether it can be the same."""
         self.tensor = tensor.detach()
+        announce(self.tensor, "kept", self._release)  # for the module's name; it counts until its memory is free
         return (tensor.shape, tensor.dtype) == self._about
 
 
@@ -220,8 +222,8 @@ class Frame:
         try:
             with call.again(), ChainedHooks(pack):
                 result = call.proceed(*args, **kwargs)
-        except _Enough:
-            pass
+        except _Enough as enough:
+            clear_frames(enough.__traceback__)  # they hold tensors, and contexts that the exception left hold it
         if made < (needed if ends_early else len(call.holders)):
             raise mismatch(call, "saves fewer tensors")
         return result

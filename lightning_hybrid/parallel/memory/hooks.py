@@ -48,16 +48,19 @@ class ChainedHooks:
 
     def __init__(self, pack: Callable[[Tensor], Packed | None]) -> None:
         self._ask = pack
-        # autograd also calls hooks from compiled code, where Dynamo would compile them
-        self._hooks = saved_tensors_hooks(torch.compiler.disable(self._pack), torch.compiler.disable(_unpack))
+        self._hooks: saved_tensors_hooks | None = None
 
     def __enter__(self) -> ChainedHooks:
         self._outer = outer_hooks()
+        # autograd also calls hooks from compiled code, where Dynamo would compile them
+        self._hooks = saved_tensors_hooks(torch.compiler.disable(self._pack), torch.compiler.disable(_unpack))
         self._hooks.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._hooks.__exit__(*exception)
+        hooks, self._hooks = self._hooks, None  # they refer to each other, and to what `pack` knows
+        assert hooks is not None
+        hooks.__exit__(*exception)
 
     def _pack(self, tensor: Tensor) -> Packed:
         packed = self._ask(tensor)
