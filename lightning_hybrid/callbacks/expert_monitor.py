@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
-import os
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
+from lightning_hybrid.callbacks.pictures import Picture, picture_path, write_picture
 from lightning_hybrid.functional.load_drawing import loads_png
 from lightning_hybrid.functional.loads import Layers, LoadHistory, Routed
 from lightning_hybrid.parallel.experts.monitored import RoutingCounter, counters_of, read, summed_over_ranks
@@ -50,9 +47,7 @@ class ExpertMonitor(Callback):
         ValueError: If `every_n_steps` is below 1; before training, if the model has no layer that counts.
     """
 
-    def __init__(
-        self, every_n_steps: int | None = None, picture: bool | str | os.PathLike[str] = True, each_expert: bool = True
-    ) -> None:
+    def __init__(self, every_n_steps: int | None = None, picture: Picture = True, each_expert: bool = True) -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps={every_n_steps} is no number of steps: give 1 or more, or None.")
         self.every_n_steps, self.picture, self.each_expert = every_n_steps, picture, each_expert
@@ -68,7 +63,7 @@ class ExpertMonitor(Callback):
                 f"ExpertMonitor has nothing to watch: no module of {type(pl_module).__name__} has `statistics` as a "
                 "lightning_hybrid.experts.MoELayer has them. Remove the callback, or build the model with such layers."
             )
-        self._path = self._picture_path(trainer)
+        self._path = picture_path(self.picture, FILE, trainer)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -110,27 +105,11 @@ class ExpertMonitor(Callback):
         for key, value in values.items():
             pl_module.log(f"experts/{name}/{key}", torch.tensor(value, dtype=torch.float64), batch_size=1)
 
-    def _picture_path(self, trainer: Trainer) -> str:
-        if self.picture is False:
-            return ""
-        if self.picture is not True:
-            path = os.fspath(self.picture)
-            return path if path.endswith(".png") else os.path.join(path, FILE)
-        return os.path.join(trainer.log_dir or trainer.default_root_dir, FILE)  # which all ranks ask for together
-
     def _finish(self, *, draws: bool) -> None:
         self._leave()
         if not (draws and self._path and any(map(_has_pairs, self.history.windows))):
             return
-        try:
-            picture = io.BytesIO()
-            loads_png(self.history, picture)
-            files = get_filesystem(self._path)
-            files.makedirs(os.path.dirname(self._path) or ".", exist_ok=True)
-            with files.open(self._path, "wb") as file:
-                file.write(picture.getvalue())
-        except Exception as error:  # whatever it is, the run and what has ended it count more than a picture
-            rank_zero_warn(f"ExpertMonitor could not write {self._path}: {error}. Give it another path as `picture`.")
+        write_picture(self._path, lambda file: loads_png(self.history, file), type(self).__name__)
         self._path = ""
 
     def _leave(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -12,14 +13,18 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_hybrid.callbacks.pictures import Picture, picture_path, write_picture
 from lightning_hybrid.callbacks.reports import is_logging_step, log_bytes, show
 from lightning_hybrid.functional.memory import sum_by_module
+from lightning_hybrid.functional.memory_drawing import memory_png
+from lightning_hybrid.functional.timeline import OUTSIDE, Timeline
 from lightning_hybrid.parallel.ledgers.memory import Memory, MemoryMeter
 from lightning_hybrid.parallel.ledgers.traffic import over_ranks
 
 OPTIONAL = ("recomputed", "offloaded")
 """Columns of tables that are left out where nothing is in them."""
-OUTSIDE = "(outside modules)"
+FILE = "memory.png"
+RECORDED_STEP = 3
 
 
 class MemoryLedger(Callback):
@@ -38,26 +43,39 @@ class MemoryLedger(Callback):
         depth: Parts of the dotted names of modules that are kept apart; None for all.
         module: For use as a context manager.
         optimizers: For use as a context manager.
+        picture: Where to draw how bytes come and go in a step: a path, which ends in ".png" or is a folder; True for
+            `memory.png` in the logger's folder, or without a logger in `default_root_dir` (as a context manager, in the
+            current folder); False for none. It is the third step, since the first ones allocate for good, or the
+            last one of a shorter run, on rank 0. `fit` draws at its end, and after an exception what there is of it:
+            the step under way, if none had ended. Groups of modules have `depth` parts, or as many as show blocks.
 
     Attributes:
         last: Memory of the last finished step on this rank.
         peak: The largest of all steps, for each category.
         ranks: After `fit`, totals of `peak` of each rank, the same on every rank.
+        timeline: With a picture, what was written down of that step on this rank.
     """
 
     def __init__(
-        self, depth: int | None = None, module: nn.Module | None = None, optimizers: Iterable[Optimizer] = ()
+        self,
+        depth: int | None = None,
+        module: nn.Module | None = None,
+        optimizers: Iterable[Optimizer] = (),
+        picture: Picture = False,
     ) -> None:
         if depth is not None and depth < 0:
             raise ValueError(f"depth={depth}: give the number of parts of module names to keep, 0 or more, or None.")
         self.depth, self._module, self._optimizers = depth, module, list(optimizers)
         self.last, self.peak, self.ranks = Memory(), Memory(), list[dict[str, int]]()
+        self.picture, self._path = picture, ""
+        self.timeline: Timeline | None = None
         self._meter: MemoryMeter | None = None
-        self._global_step, self._is_new_step = 0, True
+        self._global_step, self._is_new_step, self._num_steps = 0, True, 0
 
     def __enter__(self) -> MemoryLedger:
         if self._module is None:
             raise ValueError("As a context manager, the ledger must be told what to measure: MemoryLedger(module=...).")
+        self._path = picture_path(self.picture, FILE)
         self._begin(self._module)
         self._enter()
         return self
@@ -65,7 +83,7 @@ class MemoryLedger(Callback):
     def __exit__(self, *exception: object) -> None:
         assert self._meter is not None
         self._finish_step(self._meter, self._optimizers)
-        self._close()
+        self._close(draws=True)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -80,6 +98,10 @@ class MemoryLedger(Callback):
             )
 
     @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._path = picture_path(self.picture, FILE, trainer)
+
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin(pl_module)
         self._global_step = trainer.global_step
@@ -91,7 +113,7 @@ class MemoryLedger(Callback):
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         assert self._meter is not None
-        self._meter.note_gradients()
+        self._meter.optimizer_steps()
 
     @override
     def on_train_batch_end(
@@ -115,13 +137,13 @@ class MemoryLedger(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._close()
+        self._close(draws=trainer.is_global_zero)
         self.ranks = over_ranks(self.peak.totals())
         show(trainer, self.table(), *([self.table_of_ranks()] if len(self.ranks) > 1 else []))
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._close()
+        self._close(draws=trainer.is_global_zero)
 
     def table(self) -> Table:
         """The peak of each category on this rank, by module."""
@@ -139,25 +161,34 @@ class MemoryLedger(Callback):
 
     def _begin(self, module: nn.Module) -> None:
         self._close()
-        self.last, self.peak, self.ranks = Memory(), Memory(), []
-        self._meter, self._is_new_step = MemoryMeter(module), True
+        self.last, self.peak, self.ranks, self.timeline = Memory(), Memory(), [], None
+        self._meter, self._is_new_step, self._num_steps = MemoryMeter(module), True, 0
 
     def _enter(self) -> None:
         assert self._meter is not None
         if self._is_new_step:
-            self._meter.start()
+            is_recorded = self._path and self._num_steps < RECORDED_STEP
+            self._meter.start(recorded=self._num_steps + 1 if is_recorded else None)
             self._is_new_step = False
         self._meter.__enter__()
 
     def _finish_step(self, meter: MemoryMeter, optimizers: Iterable[Optimizer]) -> None:
         self.last = meter.finish(optimizers)
         self.peak = self.peak.largest(self.last)
-        self._is_new_step = True
+        self.timeline = meter.timeline or self.timeline
+        self._is_new_step, self._num_steps = True, self._num_steps + 1
 
-    def _close(self) -> None:
-        if self._meter is not None:
-            self._meter.close()
-            self._meter = None
+    def _close(self, *, draws: bool = False) -> None:
+        if self._meter is None:
+            return
+        self._meter.close()
+        self.timeline = self.timeline or self._meter.timeline
+        self._meter = None
+        if draws and self.timeline is not None and self.timeline.changes:
+            fixed = self.last.totals()
+            beside = {"parameters": fixed["trainable"] + fixed["frozen"], "optimizer states": fixed["states"]}
+            draw = partial(memory_png, self.timeline, depth=self.depth, beside=beside)
+            write_picture(self._path, draw, type(self).__name__)
 
 
 def _columns(totals: list[dict[str, int]]) -> list[str]:

@@ -1,11 +1,17 @@
+import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid.callbacks import CommunicationLedger, MemoryLedger
 from lightning_hybrid.functional.memory import state_bytes
+from lightning_hybrid.parallel.ledgers.fates import announce
+from lightning_hybrid.parallel.ledgers.fixed import FixedStorages
+from lightning_hybrid.parallel.memory.hooks import ChainedHooks
 from tests.callbacks.test_communication_ledger import BATCH, Even, Failing
+from tests.callbacks.test_expert_monitor import is_picture
 from tests.launch import run_trainers
 from tests.small import WIDTH, Block, Small, fit, hybrid, loader, trainer_of, weights
 
@@ -173,6 +179,19 @@ class Skipping(Small):
         return -1 if batch_idx == 1 else None
 
 
+class FailsBackward(Even):
+    step = 0
+
+    def backward(self, loss):
+        if self.global_step == self.step:
+            raise ArithmeticError("in a backward pass")
+        super().backward(loss)
+
+
+class FailsLater(FailsBackward):
+    step = 1
+
+
 @pytest.mark.parametrize("module", [Failing, Skipping])
 def test_an_early_end_leaves_no_hooks(module):
     enter, ledgers = saved_tensors_hooks.__enter__, [MemoryLedger(), CommunicationLedger()]
@@ -185,3 +204,113 @@ def test_an_early_end_leaves_no_hooks(module):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
         torch.ones(1, requires_grad=True).exp()
     assert len(seen) == 1
+
+
+class Away(Callback):
+    """Takes all activations that the first block saves, as an offload callback would, and announces them."""
+
+    class Packed:
+        def __init__(self, tensor):
+            self.value, self.release = tensor, announce(tensor, "offloaded")
+
+        def unpack(self):
+            return self.value
+
+        def __del__(self):
+            self.release()
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        fixed = FixedStorages(pl_module)
+        fixed.start()
+
+        def pack(tensor):
+            takes = pl_module.blocks[0] in fixed.running.now() and not fixed.is_fixed(tensor)
+            return self.Packed(tensor) if takes else None
+
+        self.hooks = ChainedHooks(pack)
+        self.hooks.__enter__()
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.hooks.__exit__()
+
+
+def test_the_order_of_callbacks_with_hooks_of_their_own_does_not_matter(capsys):
+    plain, peaks = weights(fit(Even(), loader(2 * BATCH, BATCH))), []
+    for order in (1, -1):
+        ledger = MemoryLedger(depth=1)
+        trainer = fit(Even(), loader(2 * BATCH, BATCH), callbacks=[ledger, Away()][::order], log_every_n_steps=1)
+        assert all(torch.equal(weights(trainer)[name], plain[name]) for name in plain)
+        peaks.append(ledger.peak)
+    assert peaks[0] == peaks[1]
+    assert peaks[0].offloaded == {"blocks.0.linear": SAVED, "blocks.0": SAVED}
+    assert peaks[0].totals()["activations"] == (1 + 10 + 1) * SAVED + BATCH * (2 + 1) * 8
+    assert trainer.callback_metrics["memory/offloaded_bytes"] == 2 * SAVED
+    assert trainer.callback_metrics["memory/recomputed_bytes"] == 0
+    printed = capsys.readouterr().out
+    assert ("offloaded" in printed, "recomputed" in printed) == (True, False)
+
+
+def totals_over_time(timeline, kind):
+    return np.cumsum([change.num_bytes if change.kind == kind else 0 for change in timeline.changes])
+
+
+@pytest.mark.parametrize("module", [Even, Checkpointed])
+def test_the_third_step_is_written_down_and_peaks_as_it_was_counted(module, tmp_path):
+    ledger = MemoryLedger(picture=tmp_path / "some.png")
+    fit(module(), loader(5 * BATCH, BATCH), callbacks=[ledger])
+    timeline = ledger.timeline
+    assert (timeline.step, timeline.has_ended) == (3, True)
+    for kind in ("activations", "gradients", "recomputed"):
+        assert totals_over_time(timeline, kind).max() == sum(getattr(ledger.last, kind).values())
+    for kind in ("activations", "recomputed"):
+        assert totals_over_time(timeline, kind)[-1] == 0
+    assert totals_over_time(timeline, "gradients")[-1] == whole(module())
+    assert [name for name, *_ in timeline.spans()] == ["forward", "backward", "step"]
+    assert is_picture(tmp_path / "some.png")
+
+
+def test_what_a_checkpoint_frees_is_noticed_when_it_goes(tmp_path):
+    ledger = MemoryLedger(picture=tmp_path)
+    fit(Checkpointed(), loader(BATCH, BATCH), callbacks=[ledger])
+    changes = [c for c in ledger.timeline.changes if c.kind == "activations" and c.module.startswith("blocks")]
+    # the input of each, and in its backward pass what tanh gave, which goes before that of the next one comes
+    assert [c.num_bytes for c in changes] == 6 * [SAVED] + 6 * [SAVED, -SAVED, -SAVED]
+    assert [c.module for c in changes[6:]] == [f"blocks.{i}" for i in range(5, -1, -1) for _ in range(3)]
+
+
+def test_a_picture_of_a_short_run_is_of_its_last_step_and_lies_beside_its_logs(tmp_path):
+    ledger = MemoryLedger(picture=True)
+    fit(Even(), loader(2 * BATCH, BATCH), callbacks=[ledger], default_root_dir=tmp_path)
+    assert ledger.timeline.step == 2
+    assert is_picture(tmp_path / "memory.png")
+
+
+@pytest.mark.parametrize(("module", "has_ended"), [(FailsBackward, False), (FailsLater, True)])
+def test_after_an_exception_there_is_a_picture_of_what_was_seen(module, has_ended, tmp_path):
+    ledger = MemoryLedger(picture=tmp_path / "new")
+    with pytest.raises(ArithmeticError):
+        trainer_of(callbacks=[ledger]).fit(module(), loader(3 * BATCH, BATCH))
+    assert (ledger.timeline.step, ledger.timeline.has_ended) == (1, has_ended)
+    assert is_picture(tmp_path / "new" / "memory.png")
+
+
+def test_where_nothing_was_seen_nothing_is_drawn(tmp_path):
+    with pytest.raises(ArithmeticError):
+        trainer_of(callbacks=[MemoryLedger(picture=tmp_path / "new")]).fit(Failing(), loader(BATCH, BATCH))
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_picture_that_cannot_be_written_is_a_warning_and_none_costs_nothing(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.warns(UserWarning, match="MemoryLedger could not write"):
+        fit(Even(), loader(BATCH, BATCH), callbacks=[MemoryLedger(picture=tmp_path / "file" / "memory.png")])
+    _, ledger = ledger_of(Even())
+    assert ledger.timeline is None
+
+
+def test_a_block_of_code_has_a_picture_too(tmp_path):
+    net = torch.nn.Linear(3, 2)
+    with MemoryLedger(module=net, picture=tmp_path) as ledger:
+        net(torch.ones(4, 3)).sum().backward()
+    assert ledger.timeline.kept() == {"": 48}
+    assert is_picture(tmp_path / "memory.png")

@@ -2,6 +2,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid.parallel.ledgers.fixed import FixedStorages
+from lightning_hybrid.parallel.ledgers.running import RunningModules
 
 
 class Gathered(nn.Linear):
@@ -35,3 +36,26 @@ def test_parameters_that_come_within_the_first_step_are_found_where_they_are_use
     assert Gathered.answers == [[True, False]] * 2
     assert met[0] == (net[0], (2, 2))
     assert met[-1] == (net[1], (3, 2))
+
+
+class Direct(nn.Module):
+    """Calls its block's forward itself, as a recomputation does."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(2, 2))
+        self.seen = []
+
+    def forward(self, x):
+        self.block[0].register_forward_hook(lambda *_: self.seen.append(self.running.now()))
+        return self.block.forward(x)
+
+
+def test_modules_run_also_where_their_forward_is_called_directly():
+    net = Direct()
+    net.running = RunningModules(net)
+    net.running.update()
+    net(torch.ones(1, 2))
+    assert net.seen == [[net.block[0], net.block, net]]
+    assert net.running.now() == []
+    assert net.running.names[id(net.block[0])] == "block.0"

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_hybrid.compat import storage_key
 from lightning_hybrid.parallel.gradients import local
-from lightning_hybrid.parallel.ledgers.running import running_modules
+from lightning_hybrid.parallel.ledgers.running import RunningModules
 
 
 class FixedStorages:
@@ -21,11 +21,14 @@ class FixedStorages:
     Args:
         root: The module.
         met: Told of each parameter or buffer, and the module that has it: at the start of each step, and of new ones.
+
+    Attributes:
+        running: The modules under way.
     """
 
     def __init__(self, root: nn.Module, met: Callable[[nn.Module, Tensor], None] | None = None) -> None:
         self._root, self._met = root, met
-        self._modules: set[int] = set()
+        self.running = RunningModules(root)
         self._keys: dict[int, StorageWeakRef] = {}  # which keep a storage's identity from being used again
         self._seen = WeakTensorKeyDictionary()
         self._may_change, self._scanned = True, list[nn.Module]()
@@ -35,14 +38,14 @@ class FixedStorages:
         # a strategy may shard in the first step
         self._may_change = not self._seen or any(isinstance(p, DTensor) for p in self._root.parameters())
         self._keys = {key: storage for key, storage in self._keys.items() if not storage.expired()}
-        self._modules = {id(module) for module in self._root.modules()}
+        self.running.update()
         self._scan(self._root.modules(), again=True)
 
     def is_fixed(self, tensor: Tensor) -> bool:
         """Whether a tensor, of a DTensor the local part, lies in the storage of a parameter or buffer."""
         key = storage_key(local_part(tensor))
         if self._may_change and key not in self._keys:
-            running = running_modules(self._modules)
+            running = self.running.now()
             if running[:1] != self._scanned:
                 self._scanned = running[:1]
                 if self._scan(running) or not running:

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_hybrid.functional.timeline import Timeline
 from lightning_hybrid.functional.trees import leaves_of
 from lightning_hybrid.parallel.ledgers.fates import Fate, Release, observers
 from lightning_hybrid.parallel.ledgers.fixed import FixedStorages, local_part
 from lightning_hybrid.parallel.ledgers.live import Counted, LiveBytes, bytes_of, key_of
-from lightning_hybrid.parallel.ledgers.running import running_modules
+from lightning_hybrid.parallel.ledgers.recording import Recorder
 from lightning_hybrid.parallel.ledgers.saved import SavedTensors
 
 FOLLOWED = ("gradients", "activations", "recomputed", "offloaded")
@@ -71,18 +72,23 @@ class MemoryMeter:
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self._live = {name: LiveBytes(outlive=name in OUTLIVING) for name in FOLLOWED}
-        self._names: dict[int, str] = {}
         self._fixed = FixedStorages(root, self._met)
         self._hooks = WeakTensorKeyDictionary()  # parameter -> its hook
         self._saved = ExitStack()
+        self._recorder: Recorder | None = None
 
-    def start(self) -> None:
-        """A new step."""
-        self._names = {id(module): name for name, module in self._root.named_modules()}
+    def start(self, recorded: int | None = None) -> None:
+        """A new step; `recorded`: its number, if it is to be written down."""
         self._fixed.start()
         self.note_gradients()
         for live in self._live.values():
             live.start()
+        self._recorder = None if recorded is None else Recorder(recorded, self._live)
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """What has been written down of the last step."""
+        return None if self._recorder is None else self._recorder.timeline
 
     def __enter__(self) -> MemoryMeter:
         observers.append(self)
@@ -96,9 +102,17 @@ class MemoryMeter:
     def close(self) -> None:
         """Take all hooks away."""
         self._saved.close()
+        if self._recorder is not None:
+            self._recorder.stop()
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
+
+    def optimizer_steps(self) -> None:
+        """An optimizer is about to step."""
+        if self._recorder is not None:
+            self._recorder.phase("step")
+        self.note_gradients()
 
     def note_gradients(self) -> None:
         """Count the gradients that are there, also those that no backward pass of ours has accumulated."""
@@ -109,6 +123,8 @@ class MemoryMeter:
     def finish(self, optimizers: Iterable[Optimizer]) -> Memory:
         """What the step that has ended took."""
         self.note_gradients()
+        if self._recorder is not None:
+            self._recorder.stop(ended=True)
         trainable, frozen = parameter_bytes(self._root)
         states = optimizer_bytes(self._root, optimizers)
         followed = {name: live.at_peak for name, live in self._live.items()}
@@ -123,17 +139,17 @@ class MemoryMeter:
             dropped.discard(part)  # such as a block's result, which is the next one's input
         elif any(self._live[name].holds(part) for name in ("activations", "offloaded")):
             return Counted(owner)
-        return self._live["activations" if fate == "kept" else fate].add(part, owner, whole=True)
+        return self._add("activations" if fate == "kept" else fate, part, owner, whole=True)
 
     def _owner(self, earlier: Release | None) -> str:
         if isinstance(earlier, Counted):
             return earlier.owner
-        running = running_modules(self._names)
-        return self._names[id(running[0])] if running else ""
+        running = self._fixed.running.now()
+        return self._fixed.running.names[id(running[0])] if running else ""
 
     def _met(self, module: nn.Module, tensor: Tensor) -> None:
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad and tensor not in self._hooks:
-            hook = partial(self._accumulated, self._names.get(id(module), ""))
+            hook = partial(self._accumulated, self._fixed.running.names.get(id(module), ""))
             self._hooks[tensor] = tensor.register_post_accumulate_grad_hook(hook)
 
     def _accumulated(self, owner: str, parameter: Tensor) -> None:
@@ -142,7 +158,12 @@ class MemoryMeter:
 
     def _add_gradient(self, owner: str, gradient: Tensor) -> None:
         if local_part(gradient).layout == torch.strided:
-            self._live["gradients"].add(local_part(gradient), owner)
+            self._add("gradients", local_part(gradient), owner)
+
+    def _add(self, kind: str, tensor: Tensor, owner: str, *, whole: bool = False) -> Counted:
+        if self._recorder is not None:
+            self._recorder.before_adding()
+        return self._live[kind].add(tensor, owner, whole=whole)
 
 
 def parameter_bytes(root: nn.Module) -> tuple[dict[str, int], dict[str, int]]:

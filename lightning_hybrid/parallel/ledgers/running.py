@@ -3,23 +3,44 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container
+from typing import cast
 
 from torch import nn
 
 MODULE_CALL = nn.Module.__call__.__code__
 
 
-def running_modules(known: Container[int]) -> list[nn.Module]:
-    """The modules whose forward is under way in this thread, innermost first.
+class RunningModules:
+    """The modules of a model whose forward runs, called as usual or directly, as for recomputation.
 
     Args:
-        known: The `id`s of the modules that are looked for.
+        root: The model.
+
+    Attributes:
+        names: Of each module by its `id`, as of the last `update`.
     """
-    running: list[nn.Module] = []
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is MODULE_CALL and id(frame.f_locals["self"]) in known:
-            running.append(frame.f_locals["self"])
-        frame = frame.f_back
-    return running
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self.names: dict[int, str] = {}
+        self._codes = {MODULE_CALL}
+
+    def update(self) -> None:
+        """Look at the model again."""
+        self.names = {id(module): name for name, module in self._root.named_modules()}
+        kinds = {base for module in self._root.modules() for base in type(module).__mro__}
+        forwards = (inspect.unwrap(vars(kind)["forward"]) for kind in kinds if "forward" in vars(kind))
+        codes = (getattr(forward, "__code__", None) for forward in forwards)
+        self._codes = {MODULE_CALL, *(code for code in codes if code is not None and code.co_argcount)}
+
+    def now(self) -> list[nn.Module]:
+        """Those that run in this thread, innermost first."""
+        running: list[nn.Module] = []
+        frame = inspect.currentframe()
+        while frame is not None:
+            if frame.f_code in self._codes:
+                called = frame.f_locals.get(frame.f_code.co_varnames[0])
+                if id(called) in self.names and (not running or running[-1] is not called):
+                    running.append(cast(nn.Module, called))
+            frame = frame.f_back
+        return running
