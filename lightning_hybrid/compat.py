@@ -300,7 +300,17 @@ def outer_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | N
 
 def in_backward() -> bool:
     """Whether this thread runs a backward pass, its hooks and final callbacks too; no public function tells."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return backward_pass() != -1
+
+
+def backward_pass() -> int:
+    """Number of the backward pass that this thread runs, no two have the same; -1 outside of any."""
+    return int(torch._C._current_graph_task_id())
+
+
+def negative_view(tensor: Tensor) -> Tensor:
+    """A tensor that reads its memory negated, as imaginary parts of conjugates do; there is no public way to one."""
+    return torch._neg_view(tensor)
 
 
 def has_kernel(operation: str, key: str) -> bool:

@@ -252,6 +252,25 @@ def test_backward_passes_are_known_in_their_hooks_and_callbacks():
     assert not compat.in_backward()
 
 
+def test_backward_passes_have_numbers_of_their_own():
+    passes, x = [], torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        y = x * 2
+        for tensor in (y, y.sum()):
+            tensor.register_hook(lambda gradient: passes.append(compat.backward_pass()))
+        tensor.backward()
+    assert passes[0] == passes[1] != passes[2] == passes[3]
+    assert -1 not in passes
+    assert compat.backward_pass() == -1
+
+
+def test_negative_views_share_memory():
+    x = torch.ones(2)
+    assert compat.negative_view(x).is_neg()
+    assert compat.negative_view(x).tolist() == [-1, -1]
+    assert compat.negative_view(x).untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
 def test_the_innermost_saved_tensor_hooks_are_known():
     assert compat.outer_hooks() is None
     with torch.autograd.graph.saved_tensors_hooks(str, int), torch.autograd.graph.saved_tensors_hooks(abs, round):

@@ -16,6 +16,7 @@ from lightning_hybrid.parallel.data_parallel import broadcast_buffers, maxima
 from lightning_hybrid.parallel.experts.balancing import Balancing
 from lightning_hybrid.parallel.experts.parallel import ExpertParallel
 from lightning_hybrid.parallel.holdings import Holdings
+from lightning_hybrid.parallel.memory.passes import begin_pass
 from lightning_hybrid.parallel.mesh import Mesh
 from lightning_hybrid.parallel.pipeline.cut import StageCut
 from lightning_hybrid.parallel.pipeline.executor import Event, Executor, Step, Work
@@ -116,6 +117,7 @@ class Engine(Holdings):
         """
         if self.reads is not None and self.cut is None:
             step = make_step()
+            begin_pass(trained=False)
             with self._surroundings(), self.balancing.uncounted(), dry_run(self.root, self.mesh.device, self.reads):
                 if self._is_shared:
                     self._start_streams(step, 0)
@@ -207,6 +209,7 @@ class Engine(Holdings):
     def run_whole(self, step: Step) -> Any:
         """Call a step that has one micro-batch and runs its own backward passes, on a pipeline of one stage."""
         with self._surroundings():
+            begin_pass()
             if self._is_shared:
                 self._start_streams(step, 0)
             return step.call(0)
@@ -236,6 +239,7 @@ class Engine(Holdings):
 
     def _forward(self, step: Step, plans: list[dict[int, Plan]]) -> Callable[[int, int, list[Tensor]], Result]:
         def forward(stage: int, micro_batch: int, payload: list[Tensor]) -> Result:
+            begin_pass()
             if self._is_shared:
                 self._start_streams(step, micro_batch)
             if self.cut is None:
@@ -247,6 +251,7 @@ class Engine(Holdings):
         return forward
 
     def _run_probe(self, step: Step, index: int, run: ProbeRun) -> Result:
+        begin_pass(trained=False)
         self._start_streams(step, index)
         return self.data.step(lambda: run.run(lambda: step.call(index)))
 

@@ -1,4 +1,4 @@
-"""Layers around the calls of modules that nobody rewrote: sequence shards, in them recomputation, then streaming.
+"""Layers around calls of modules that nobody rewrote: sequence shards, who watches, recomputation, streaming.
 
 A module's `forward` is what they surround: hooks, those of `fully_shard` too, stay outside and run once. A compiled
 module runs as one piece, so its compiled call is surrounded instead.
@@ -20,8 +20,9 @@ class Order(IntEnum):
     """From the outermost layer to the innermost, in whatever order they are added."""
 
     REGION = 0
-    RECOMPUTE = 1
-    STREAM = 2
+    WATCH = 1
+    RECOMPUTE = 2
+    STREAM = 3
 
 
 class Layer(Protocol):

@@ -9,16 +9,19 @@ arguments out.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_hybrid.compat import is_view, storage_key, version
 from lightning_hybrid.functional.trees import flatten, leaves_of, unflatten
+from lightning_hybrid.parallel.ledgers.fates import Kept
+from lightning_hybrid.parallel.memory.hooks import ChainedHooks, Packed
 from lightning_hybrid.parallel.tensor.split_tensor import whole
 
 if TYPE_CHECKING:
@@ -41,6 +44,18 @@ class Result:
 
     payload: list[Tensor]
     output: Any = None
+
+
+class _ToBeFilled(Kept):
+    """What was saved before the stage's entry, and may have been written to there."""
+
+    def __init__(self, tensor: Tensor, version: int, filled: Container[int]) -> None:
+        super().__init__(tensor, version)
+        self._filled = filled
+
+    @override
+    def unpack(self) -> Tensor:
+        return self.tensor if storage_key(self.tensor) in self._filled else super().unpack()
 
 
 class StageRun:
@@ -148,18 +163,10 @@ class StageRun:
 
     def _saving(self) -> AbstractContextManager[Any]:
         """An activation checkpoint around the entry block saves its inputs before they are filled, which is right."""
-        if not self.plan.checkpointed:
-            return nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor, version(tensor)), self._unpack)
+        return ChainedHooks(self._pack) if self.plan.checkpointed else nullcontext()
 
-    def _unpack(self, saved: tuple[Tensor, int]) -> Tensor:
-        tensor, old = saved
-        if version(tensor) != old and storage_key(tensor) not in self.cut.keeper.filled:
-            raise RuntimeError(
-                f"A tensor of shape {list(tensor.shape)} that the backward pass needs has been modified in place, "
-                f"{version(tensor) - old} time(s) since it was saved."
-            )
-        return tensor
+    def _pack(self, tensor: Tensor) -> Packed | None:
+        return None if self.entered else _ToBeFilled(tensor.detach(), version(tensor), self.cut.keeper.filled)
 
     def _proceed(self, call: Call, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = self.plan.outputs.get(call)
