@@ -1,8 +1,9 @@
 """Callbacks: one technique or measurement a file, usable with any strategy."""
 
+from lightning_hybrid.callbacks.activation_offload import ActivationOffload
 from lightning_hybrid.callbacks.activation_recompute import ActivationRecompute
 from lightning_hybrid.callbacks.communication_ledger import CommunicationLedger
 from lightning_hybrid.callbacks.expert_monitor import ExpertMonitor
 from lightning_hybrid.callbacks.memory_ledger import MemoryLedger
 
-__all__ = ["ActivationRecompute", "CommunicationLedger", "ExpertMonitor", "MemoryLedger"]
+__all__ = ["ActivationOffload", "ActivationRecompute", "CommunicationLedger", "ExpertMonitor", "MemoryLedger"]

@@ -117,7 +117,6 @@ class Engine(Holdings):
         """
         if self.reads is not None and self.cut is None:
             step = make_step()
-            begin_pass(trained=False)
             with self._surroundings(), self.balancing.uncounted(), dry_run(self.root, self.mesh.device, self.reads):
                 if self._is_shared:
                     self._start_streams(step, 0)

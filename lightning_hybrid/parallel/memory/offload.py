@@ -45,8 +45,8 @@ class Offload:
 
     Attributes:
         plan: Names of groups that stay if False; those that are not in it go.
-        sizes: Bytes of the storages that went, by the group that saved them first, in one pass at most; in the order
-            in which groups run.
+        sizes: Bytes that went, by group, of one pass at most; in the order in which groups run. What two groups save
+            counts for both.
         in_flight: Most passes at once that held something of one group.
         copies: How storages move.
     """
@@ -91,6 +91,7 @@ class Offload:
         self._removes.clear()
 
     def _begin_pass(self, trained: bool) -> None:
+        self._settle(self._number + 1)
         self._is_probe = not trained
         self._group = self._new_group("(before blocks)", None, is_block=False)
 
@@ -123,11 +124,15 @@ class Offload:
             stored = self._table[key] = Stored(tensor, self.copies, partial(self._table.pop, key))
         group = self._group
         if not stored.moves and self._is_wanted(group):
-            self._move(stored, group)
+            stored.move()
+            self._leaving.append((group.number, stored))
         if not group:
             self._alive[group.name] += 1
             self.in_flight = max(self.in_flight, self._alive[group.name])
-        return group.save(stored, Geometry.of(tensor))
+        saved = group.save(stored, Geometry.of(tensor))
+        if stored.moves:
+            self.sizes[group.name] = max(self.sizes.get(group.name, 0), group.num_bytes)
+        return saved
 
     def _may_move(self, tensor: Tensor) -> bool:
         plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
@@ -142,12 +147,6 @@ class Offload:
         if not self.plan.get(group.name, True):
             return False
         return self._policy == "all" or (group.is_block if self._policy == "blocks" else _in_convolution())
-
-    def _move(self, stored: Stored, group: Group) -> None:
-        stored.move()
-        self._leaving.append((group.number, stored))
-        group.num_bytes += stored.num_bytes
-        self.sizes[group.name] = max(self.sizes.get(group.name, 0), group.num_bytes)
 
     def _settle(self, before: int) -> None:
         """Wait for the copies of groups before one."""

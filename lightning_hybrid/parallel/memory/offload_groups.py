@@ -26,7 +26,7 @@ class Group:
 
     Attributes:
         before: As given.
-        num_bytes: Of the storages that it was the first to move.
+        num_bytes: Of the storages that it saved and that move, of which the group before may have saved some too.
         held_for: The backward pass that has held all of it last.
     """
 
@@ -52,6 +52,7 @@ class Group:
         use = self._uses.get(id(stored))
         if use is None:
             use = self._uses[id(stored)] = Use(self, stored)
+            self.num_bytes += stored.num_bytes if stored.moves else 0
         return Saved(use, geometry)
 
     def enter(self, backward: int) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_hybrid.compat import version
-from lightning_hybrid.parallel.ledgers.fates import Kept, Release, announce
+from lightning_hybrid.parallel.ledgers.fates import Announcement, Kept, announce
 from lightning_hybrid.parallel.memory.offload_copies import Copies, Geometry, all_bytes
 
 
@@ -37,8 +37,8 @@ class Stored:
         self._copied: Any = None
         self._is_leaving = False
         self._holders = self._users = 0
-        self._release_here: Release = announce(tensor, "kept")
-        self._release_host: Release | None = None
+        self._here = announce(tensor, "kept")
+        self._offloaded: Announcement | None = None
 
     @property
     def moves(self) -> bool:
@@ -54,7 +54,7 @@ class Stored:
         assert self._original is not None
         assert self._bytes is not None
         self._original.unpack()
-        self._release_host = announce(self._original.tensor, "offloaded")
+        self._offloaded = announce(self._original.tensor, "offloaded", self._here)
         self._host, self._copied = self._copies.to_host(self._bytes)
         self._is_leaving = True
 
@@ -74,7 +74,7 @@ class Stored:
         if self._bytes is None:
             assert self._host is not None
             self._bytes, self._arrival = self._copies.to_device(self._host)
-            self._release_here = announce(self._bytes, "kept")
+            self._here = announce(self._bytes, "kept", self._here)
 
     def release(self) -> None:
         """Somebody who held it needs it no more."""
@@ -115,7 +115,7 @@ class Stored:
         if self._original is not None and version(self._original.tensor) == self._original.version:
             self._original = None  # the copy was made of what had been saved; else it stays, to say so
         self._bytes = None
-        self._release_here()
+        self._here()
 
     def _close(self) -> None:
         self._holders = 0
@@ -123,6 +123,6 @@ class Stored:
         self._drop()
         if self._host is not None:
             self._copies.pool.give_back(self._host)
-        if self._release_host is not None:
-            self._release_host()
+        if self._offloaded is not None:
+            self._offloaded()
         self._closed()
