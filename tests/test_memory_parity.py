@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from lightning_hybrid.callbacks import ActivationRecompute
+from lightning_hybrid.callbacks import ActivationOffload, ActivationRecompute
 from tests.launch import run_trainers
 from tests.memory_models import MODELS, bits
 from tests.small import hybrid
@@ -20,6 +20,7 @@ TECHNIQUES = {
     "selective": lambda: ActivationRecompute("selective"),
     "budget": lambda: ActivationRecompute(budget_bytes=60_000),
     "partition": lambda: ActivationRecompute("sqrt", partition_over_tensor_axis=True),
+    "offload": lambda: ActivationOffload(min_bytes=0),
 }
 RECOMPUTES = ("full", "sqrt", "selective", "budget", "partition")
 LAYOUTS = {
