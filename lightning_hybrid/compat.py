@@ -256,9 +256,19 @@ def free_early(root: nn.Module) -> None:
     root._set_unshard_async_op(True)  # type: ignore[operator]
 
 
-def own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
-    """One of a module's own parameters, whatever an attribute of that name says."""
-    return module._parameters.get(name)
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """Where a module keeps its own parameters, whatever its attributes say; what is put there shows in their place."""
+    return module._parameters
+
+
+def refresh_weights(module: nn.Module) -> None:
+    """Let `nn.LSTM` and the like compute with the parameters that they show: they keep a list of them beside."""
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+
+APPLY = "_apply"
+"""Method through which `to`, `half` and `cuda` of a module go; there is no public hook."""
 
 
 def without_torch_function() -> Any:

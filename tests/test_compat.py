@@ -309,8 +309,23 @@ def test_compiled_modules_and_functions_are_known():
 def test_own_parameters_are_found_behind_a_property():
     module = nn.Linear(2, 3)
     module.__class__ = type("Hidden", (nn.Linear,), {"weight": property(lambda self: None)})
-    assert isinstance(compat.own_parameter(module, "weight"), nn.Parameter)
-    assert compat.own_parameter(module, "other") is None
+    assert isinstance(compat.own_parameters(module)["weight"], nn.Parameter)
+    assert set(compat.own_parameters(module)) == {"weight", "bias"}
+
+
+def test_what_is_put_among_own_parameters_is_what_a_module_computes_with():
+    for module in (nn.Linear(2, 2), nn.GRU(2, 2)):
+        for name in compat.own_parameters(module):
+            compat.own_parameters(module)[name] = torch.zeros_like(getattr(module, name))
+        compat.refresh_weights(module)
+        result = module(torch.ones(1, 2))
+        assert not (result[0] if isinstance(result, tuple) else result).any()
+
+
+def test_a_method_of_an_instance_takes_the_place_of_what_changes_all_tensors():
+    module = nn.Linear(2, 2)
+    vars(module)[compat.APPLY] = lambda fn, recurse=True: "answered"
+    assert module.half() == "answered"
 
 
 def test_a_subclass_can_be_a_plain_tensor_for_a_while():

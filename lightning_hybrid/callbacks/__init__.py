@@ -5,5 +5,6 @@ from lightning_hybrid.callbacks.activation_recompute import ActivationRecompute
 from lightning_hybrid.callbacks.communication_ledger import CommunicationLedger
 from lightning_hybrid.callbacks.expert_monitor import ExpertMonitor
 from lightning_hybrid.callbacks.memory_ledger import MemoryLedger
+from lightning_hybrid.callbacks.parameter_offload import ParameterOffload
 
-__all__ = ["ActivationOffload", "ActivationRecompute", "CommunicationLedger", "ExpertMonitor", "MemoryLedger"]
+__all__ = ["ActivationOffload", "ActivationRecompute", "CommunicationLedger", "ExpertMonitor", "MemoryLedger", "ParameterOffload"]

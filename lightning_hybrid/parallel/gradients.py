@@ -66,7 +66,7 @@ def sum_gradients(
     work = dist.all_reduce(present, group=group, async_op=True)
     for bucket in make_buckets(parameters):
         gradients = [local(p.grad if p.grad is not None else torch.zeros_like(p)) for p in bucket]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(device)
+        flat = torch.cat([gradient.reshape(-1).to(device) for gradient in gradients])  # some may be on the host
         flat = flat.to(torch.promote_types(flat.dtype, at_least)) if at_least is not None else flat
         dist.all_reduce(flat, group=group)
         with torch.no_grad():
@@ -105,8 +105,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter], *, norm_type: float = 2.0,
     norms = [
         torch.linalg.vector_norm(g, norm_type, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients
     ]
-    stacked = torch.stack([norm.double() for norm in norms]) if norms else torch.zeros(1, dtype=torch.float64)
-    stacked = stacked.to(device)
+    norms = [norm.double().to(device) for norm in norms]  # some gradients may be on the host
+    stacked = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
     if math.isinf(norm_type):
         everyone = [torch.empty_like(stacked[0]) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, stacked.max())  # gloo's MAX loses NaN
@@ -119,7 +119,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], *, norm_type: float = 2.0,
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
     """Multiply all gradients by one factor."""
     for gradient in (local(p.grad) for p in parameters if p.grad is not None):
-        gradient.mul_(factor.to(gradient.dtype) if isinstance(factor, Tensor) else factor)
+        gradient.mul_(factor.to(gradient.device, gradient.dtype) if isinstance(factor, Tensor) else factor)
 
 
 def divide_gradients(parameters: Iterable[nn.Parameter], total: float) -> None:

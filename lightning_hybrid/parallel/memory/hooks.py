@@ -53,7 +53,9 @@ class ChainedHooks:
     def __enter__(self) -> ChainedHooks:
         self._outer = outer_hooks()
         # autograd also calls hooks from compiled code, where Dynamo would compile them
-        self._hooks = saved_tensors_hooks(torch.compiler.disable(self._pack), torch.compiler.disable(_unpack))
+        outermost: Any = torch.compiler.disable(self._pack)
+        outermost.asks = self._ask
+        self._hooks = saved_tensors_hooks(outermost, torch.compiler.disable(_unpack))
         self._hooks.__enter__()
         return self
 
@@ -70,6 +72,12 @@ class ChainedHooks:
             return keep(tensor)
         pack, unpack = self._outer
         return PassedOn(pack(tensor), unpack)
+
+
+def innermost(pack: Callable[[Tensor], Packed | None]) -> bool:
+    """Whether torch would ask this function first now: a `ChainedHooks` with it is the one that was entered last."""
+    outer = outer_hooks()
+    return outer is not None and getattr(outer[0], "asks", None) == pack
 
 
 def _unpack(packed: Packed) -> Tensor:

@@ -7,7 +7,7 @@ shapes that can be made symbolic. Here the step runs as it is, once, and each st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -55,7 +55,10 @@ class Provenance:
 
     Attributes:
         read: Union of the tags of all values that the step has read as Python numbers.
+        depth: How many are entered.
     """
+
+    depth: ClassVar[int] = 0
 
     def __init__(self) -> None:
         self.sources = Sources()
@@ -67,9 +70,11 @@ class Provenance:
     def __enter__(self) -> Provenance:
         for mode in self._modes:
             mode.__enter__()
+        Provenance.depth += 1
         return self
 
     def __exit__(self, *exception: object) -> None:
+        Provenance.depth -= 1
         for mode in reversed(self._modes):
             mode.__exit__(*exception)
 

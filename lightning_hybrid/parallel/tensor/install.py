@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torchmetrics import Metric
 
-from lightning_hybrid.compat import own_parameter
+from lightning_hybrid.compat import own_parameters
 from lightning_hybrid.functional.splits import Split
 from lightning_hybrid.functional.trees import map_leaves
 from lightning_hybrid.parallel.tensor import (
@@ -110,7 +110,7 @@ def _shown_parameter(name: str) -> property:
     """The parameter itself, or in a step what stands for the whole of it."""
 
     def read(self: nn.Module) -> Any:
-        value = own_parameter(self, name)
+        value = own_parameters(self).get(name)
         if value is None:
             value = self.__dict__.get(name)  # a stand-in of a parameter that another stage has
         if value is None:
