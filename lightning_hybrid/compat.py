@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 # The only way to see every operation of a step; torch documents it, but keeps it in a private module.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -150,6 +151,7 @@ def set_step_value(metric: Metric, value: Any) -> None:
     metric._forward_cache = value
 
 
+without_dispatch_modes = _disable_current_modes  # a context for operations of our own, which no mode is to see
 SubprocessLauncher = _SubprocessScriptLauncher
 """The launcher that runs the script again for each process; there is no public class to derive from."""
 

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from lightning_hybrid.callbacks import ActivationOffload, ActivationRecompute
+from lightning_hybrid.callbacks import ActivationOffload, ActivationRecompute, ParameterOffload
 from tests.launch import run_trainers
 from tests.memory_models import MODELS, bits
 from tests.small import hybrid
@@ -21,6 +21,7 @@ TECHNIQUES = {
     "budget": lambda: ActivationRecompute(budget_bytes=60_000),
     "partition": lambda: ActivationRecompute("sqrt", partition_over_tensor_axis=True),
     "offload": lambda: ActivationOffload(min_bytes=0),
+    "stream": lambda: ParameterOffload(),
 }
 RECOMPUTES = ("full", "sqrt", "selective", "budget", "partition")
 LAYOUTS = {

@@ -7,4 +7,11 @@ from lightning_hybrid.callbacks.expert_monitor import ExpertMonitor
 from lightning_hybrid.callbacks.memory_ledger import MemoryLedger
 from lightning_hybrid.callbacks.parameter_offload import ParameterOffload
 
-__all__ = ["ActivationOffload", "ActivationRecompute", "CommunicationLedger", "ExpertMonitor", "MemoryLedger", "ParameterOffload"]
+__all__ = [
+    "ActivationOffload",
+    "ActivationRecompute",
+    "CommunicationLedger",
+    "ExpertMonitor",
+    "MemoryLedger",
+    "ParameterOffload",
+]
