@@ -52,7 +52,7 @@ observers: list[FateObserver] = []
 
 
 class Announcement:
-    """What has been announced; call it when that ends."""
+    """What has been announced; call it when that ends. A second call does nothing."""
 
     def __init__(self, told: Sequence[tuple[FateObserver, Release]]) -> None:
         self._told = told

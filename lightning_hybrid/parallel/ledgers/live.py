@@ -37,15 +37,16 @@ class _Entry:
 
 
 class Counted:
-    """What `LiveBytes.add` has begun to count; call it once when that ends."""
+    """What `LiveBytes.add` has begun to count; call it when that ends."""
 
     def __init__(self, owner: str, end: Callable[[], None] | None = None) -> None:
         self.owner, self._end = owner, end
 
     def __call__(self) -> None:
-        """Release it."""
-        if self._end is not None:
-            self._end()
+        """Release it, once."""
+        end, self._end = self._end, None
+        if end is not None:
+            end()
 
 
 class LiveBytes:

@@ -52,7 +52,7 @@ class SavedTensors:
 
         def watched(hooks: saved_tensors_hooks) -> None:
             pack, unpack = hooks.pack_hook, hooks.unpack_hook
-            hooks.pack_hook, hooks.unpack_hook = _watch(pack, observer), _unwatch(unpack)
+            hooks.pack_hook, hooks.unpack_hook = _watch_inner(pack, observer), _unwatch(unpack)
             try:
                 enter(hooks)
             finally:
@@ -68,20 +68,35 @@ class SavedTensors:
 
 
 def _watch(pack: Callable[[Tensor], Any], observer: FateObserver) -> Callable[[Tensor], _Watched]:
+    """Hooks that tell the observer what becomes of what they get."""
+
     def packed(tensor: Tensor) -> _Watched:
+        held = pack(tensor)
+        return _Watched(held, [observer.announced(part, fate) for part, fate in _fates(held, tensor)])
+
+    # autograd also calls hooks from compiled code, where Dynamo would compile them
+    return torch.compiler.disable(packed)
+
+
+def _watch_inner(pack: Callable[[Tensor], Any], observer: FateObserver) -> Callable[[Tensor], _Watched]:
+    """The same for hooks inside. In a backward pass they are those of a checkpoint.
+
+    It keeps what is made again apart from the graph, until it is used; that counts until it is freed.
+    """
+    watched = _watch(pack, observer)
+
+    def packed(tensor: Tensor) -> _Watched:
+        if not in_backward():
+            return watched(tensor)
         try:
             held = pack(tensor)
         except BaseException:  # how a checkpoint ends a recomputation, with the tensor kept
-            if in_backward():
-                observer.announced(tensor, "kept")
+            observer.announced(tensor, "kept")
             raise
-        value = _inside(held)
-        releases = [observer.announced(part, fate) for part, fate in _fates(value, tensor)]
-        # hooks within a backward pass are those of a checkpoint, which keeps the tensors until they are used or freed
-        stays = in_backward() and not isinstance(value, Kept) and _tensors(value)
-        return _Watched(held, [] if stays else releases)
+        fates = _fates(held, tensor)
+        releases = [(fate, observer.announced(part, fate)) for part, fate in fates]
+        return _Watched(held, [release for fate, release in releases if fate != "kept"])
 
-    # autograd also calls hooks from compiled code, where Dynamo would compile them
     return torch.compiler.disable(packed)
 
 
@@ -89,24 +104,18 @@ def _unwatch(unpack: Callable[[Any], Tensor]) -> Callable[[_Watched], Tensor]:
     return torch.compiler.disable(lambda watched: unpack(watched.value))
 
 
-def _inside(held: Any) -> Any:
-    """What hooks hold in the end. Hooks that pass a tensor on show it twice, which counts once: storages count."""
+def _fates(held: Any, tensor: Tensor) -> list[tuple[Tensor, Fate]]:
+    """What becomes of a tensor of which hooks hold something.
+
+    Hooks that pass a tensor on show it a second time, which is the same: its storage counts.
+    """
     while isinstance(held, _Watched | PassedOn):
         held = held.value
-    return held
-
-
-def _fates(held: Any, tensor: Tensor) -> list[tuple[Tensor, Fate]]:
-    """What becomes of a tensor of which hooks hold something."""
     if isinstance(held, Kept):
         return [(held.tensor, "kept")]
     if hasattr(held, "unpack"):
         return []  # by hooks of ours, which announce
-    tensors = _tensors(held)
+    tensors = [leaf for leaf in leaves_of(held) if isinstance(leaf, Tensor)]
     if not tensors:
         return [(tensor, "recomputed")]
     return [(part, "kept" if part.device == tensor.device else "offloaded") for part in tensors]
-
-
-def _tensors(held: Any) -> list[Tensor]:
-    return [leaf for leaf in leaves_of(held) if isinstance(leaf, Tensor)]
