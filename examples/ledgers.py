@@ -10,9 +10,9 @@ from lightning_hybrid import HybridPTDPStrategy
 from lightning_hybrid.callbacks import CommunicationLedger, MemoryLedger
 
 
-def main(devices: int = 2, max_steps: int = 5) -> tuple[CommunicationLedger, MemoryLedger]:
-    """Train a small GPT over `devices` pipeline stages for a few steps."""
-    communication, memory = CommunicationLedger(), MemoryLedger(depth=1)
+def main(devices: int = 2, max_steps: int = 5, picture: str = "memory.png") -> tuple[CommunicationLedger, MemoryLedger]:
+    """Train a small GPT over `devices` pipeline stages for a few steps; draw the memory of the first one's third."""
+    communication, memory = CommunicationLedger(), MemoryLedger(depth=1, picture=picture)
     trainer = Trainer(
         accelerator="cpu",
         devices=devices,

@@ -100,13 +100,14 @@ def test_generated_text_continues_the_prompt():
     assert len(text.encode()) >= 24
 
 
-def ledgers_of_two():
-    communication, memory = ledgers(devices=2, max_steps=1)
+def ledgers_of_two(picture):
+    communication, memory = ledgers(devices=2, max_steps=1, picture=picture)
     return communication.world["pipeline", "forward", "send", "float32"].payload, memory.ranks
 
 
-def test_ledgers_count_what_the_example_sends_and_keeps():
-    first, second = run_trainers(2, ledgers_of_two)
+def test_ledgers_count_what_the_example_sends_and_keeps(tmp_path):
+    first, second = run_trainers(2, ledgers_of_two, str(tmp_path / "memory.png"))
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     assert first == second
     payload, ranks = first
     assert payload == pipeline_bytes(4 * 32 * 32 * 4, num_microbatches=4, num_stages=2)

@@ -47,7 +47,7 @@ class MemoryLedger(Callback):
             `memory.png` in the logger's folder, or without a logger in `default_root_dir` (as a context manager, in the
             current folder); False for none. It is the third step, since the first ones allocate for good, or the
             last one of a shorter run, on rank 0. `fit` draws at its end, and after an exception what there is of it:
-            the step under way, if none had ended. Groups of modules have `depth` parts, or as many as show blocks.
+            the step under way, if none had ended.
 
     Attributes:
         last: Memory of the last finished step on this rank.
@@ -187,7 +187,7 @@ class MemoryLedger(Callback):
         if draws and self.timeline is not None and self.timeline.changes:
             fixed = self.last.totals()
             beside = {"parameters": fixed["trainable"] + fixed["frozen"], "optimizer states": fixed["states"]}
-            draw = partial(memory_png, self.timeline, depth=self.depth, beside=beside)
+            draw = partial(memory_png, self.timeline, beside=beside)
             write_picture(self._path, draw, type(self).__name__)
 
 
