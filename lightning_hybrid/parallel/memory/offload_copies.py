@@ -95,8 +95,9 @@ class Copies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        self._side = None if self._streams is None else self._streams.Stream(device)
+        self._streams: Any = torch.get_device_module(device)
+        has_streams = device.type != "cpu" and hasattr(self._streams, "Stream")
+        self._side = self._streams.Stream(device) if has_streams else None
         self.pool = HostPool(pinned=self._side is not None)
 
     def to_host(self, source: Tensor) -> tuple[Tensor, Any]:

@@ -61,7 +61,8 @@ class Group:
             return
         self._entered = backward
         groups: list[Group] = [self]
-        while groups[-1].before is not None and (groups[-1] is self or not groups[-1].is_block):
+        most = 3 if self.is_block else 2  # code between two blocks, and a block; either may have saved nothing
+        while groups[-1].before is not None and len(groups) < most and not (len(groups) > 1 and groups[-1].is_block):
             groups.append(groups[-1].before)
         for group in groups:
             group._hold(backward)

@@ -1,6 +1,7 @@
 """Saved tensors in host memory: what moves and how often, how much is on the device, and that no number changes."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid.parallel.ledgers import fates
 from lightning_hybrid.parallel.memory.offload import Offload
-from lightning_hybrid.parallel.memory.offload_copies import Geometry, HostPool, all_bytes
+from lightning_hybrid.parallel.memory.offload_copies import Copies, Geometry, HostPool, all_bytes
 from lightning_hybrid.parallel.memory.passes import begin_pass
 
 WIDTH, BATCH = 8, 4
@@ -369,3 +370,50 @@ def test_the_pool_keeps_what_a_step_needed():
     pool.take(8)
     pool.take(8)
     assert pool.num_made == 4
+
+
+class Delayed(Copies):
+    """Copies that are done when somebody waits for them, in order, as on a stream of their own at the latest."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.waiting, self.num_done = [], 0
+
+    def to_device(self, buffer):
+        target, event = super().to_device(buffer)
+        target.fill_(255)  # what is used too early is wrong: not-a-number, or true
+        return target, event
+
+    def _copy(self, source, target):
+        self.waiting.append([weakref.ref(source), weakref.ref(target)])
+        return self.num_done + len(self.waiting)
+
+    def wait(self, event):
+        while event is not None and self.num_done < event:
+            source, target = (reference() for reference in self.waiting.pop(0))
+            assert source is not None, "what was to be copied was freed before"
+            assert target is not None, "where it was to go was freed before"
+            target.copy_(source)
+            self.num_done += 1
+
+
+def test_nothing_is_used_or_freed_before_a_copy_that_takes_its_time_is_done():
+    net, x = Net(4), inputs()
+    expected = gradients(net, x)
+    session = Session(net)
+    session.offload.copies = delayed = Delayed()
+    with session:
+        for _ in range(2):
+            torch.manual_seed(7)
+            loss = net(x)
+            assert delayed.waiting  # the last blocks are on their way, and the others were waited for
+            assert delayed.num_done
+            net.zero_grad()
+            loss.backward()
+            assert_bitwise([loss.detach(), *(p.grad for p in net.parameters())], expected)
+        del loss
+    for partial in (lambda: net(x), lambda: torch.autograd.grad(net(x), net.head.weight)):
+        with Session(net) as offload:
+            offload.copies = Delayed()
+            partial()  # graphs that end in the middle
+            assert offload.copies.num_done
