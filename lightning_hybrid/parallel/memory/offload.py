@@ -56,6 +56,7 @@ class Offload:
     ) -> None:
         self.plan: dict[str, bool] = {}
         self.sizes: dict[str, int] = {}
+        device = torch.device("cpu") if device.type == "cpu" else device  # which some number
         self.in_flight, self.copies = 0, Copies(device)
         self._device, self._policy, self._min_bytes = device, policy, max(1, min_bytes)
         self._fixed, self._hooks = FixedStorages(root), ChainedHooks(self._pack)
@@ -136,12 +137,10 @@ class Offload:
 
     def _may_move(self, tensor: Tensor) -> bool:
         plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
-        return (
-            plain
-            and tensor.device == self._device
-            and tensor.untyped_storage().nbytes() >= self._min_bytes
-            and not self._fixed.is_fixed(tensor)
-        )
+        if not plain or tensor.device != self._device:
+            return False
+        storage = tensor.untyped_storage()
+        return storage.nbytes() >= self._min_bytes and _has_memory(storage) and not self._fixed.is_fixed(tensor)
 
     def _is_wanted(self, group: Group) -> bool:
         if not self.plan.get(group.name, True):
@@ -161,6 +160,14 @@ class Offload:
 
     def _emptied(self, group: Group) -> None:
         self._alive[group.name] -= 1
+
+
+def _has_memory(storage: torch.UntypedStorage) -> bool:
+    """Whether there is something to copy: zeros of forward-mode derivatives and wrappers of `torch.func` have none."""
+    try:
+        return storage.data_ptr() != 0
+    except RuntimeError:
+        return False
 
 
 def _in_convolution() -> bool:

@@ -417,3 +417,22 @@ def test_nothing_is_used_or_freed_before_a_copy_that_takes_its_time_is_done():
             offload.copies = Delayed()
             partial()  # graphs that end in the middle
             assert offload.copies.num_done
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # by torch.func.jvp
+def test_transforms_within_a_step_work_or_are_refused_by_torch():
+    net, x = Net(2), inputs()
+
+    def mapped(net, x):
+        return torch.vmap(lambda row: net.inlet(row).tanh().exp().sum())(x).sum()
+
+    def forward_mode(net, x):
+        value, slope = torch.func.jvp(net, (x,), (x,))
+        return value + slope
+
+    for run in (mapped, forward_mode):
+        expected = gradients(net, x, run)
+        with Session(net):
+            assert_bitwise(gradients(net, x, run), expected)
+    with Session(net), pytest.raises(RuntimeError, match="saved tensor hooks"):
+        torch.func.grad(lambda x: x.exp().sum())(x)
