@@ -10,6 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from lightning_hybrid.functional.offloading import cheapest_offload, smallest_offload_budget
 from lightning_hybrid.parallel.ledgers import fates
 from lightning_hybrid.parallel.memory.offload import Offload
 from lightning_hybrid.parallel.memory.offload_copies import Copies, Geometry, HostPool, all_bytes
@@ -436,3 +437,21 @@ def test_transforms_within_a_step_work_or_are_refused_by_torch():
             assert_bitwise(gradients(net, x, run), expected)
     with Session(net), pytest.raises(RuntimeError, match="saved tensor hooks"):
         torch.func.grad(lambda x: x.exp().sum())(x)
+
+
+def test_a_plan_under_a_budget_holds_no_more_than_it(tally):
+    net, x = Net(5), inputs()
+    expected = gradients(net, x)
+    with Session(net) as offload:
+        gradients(net, x)
+    names, sizes = list(offload.sizes), list(offload.sizes.values())
+    moved = []
+    for budget in (smallest_offload_budget(sizes), sum(sizes) * 2 // 3, sum(sizes)):
+        plan = cheapest_offload(sizes, budget)
+        tally.now, tally.peak, tally.announced = {}, {}, {}
+        with Session(net) as offload:
+            offload.plan = dict(zip(names, plan, strict=True))
+            assert_bitwise(gradients(net, x), expected)
+        assert tally.peak["kept"] <= budget
+        moved.append(sum(tally.announced.get("offloaded", [])))
+    assert moved[0] > moved[1] > moved[2] == 0
