@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop, heappush
 from operator import itemgetter
 from typing import Any, Protocol, TypeVar
@@ -92,7 +92,6 @@ def least_sum(solve: Callable[[int], S | None], most: int, weight: int) -> S:
     return best
 
 
-T = TypeVar("T")
 State = tuple[int, int, int, Any]
 """Three numbers that are better if they are smaller, and how they come about."""
 
@@ -112,9 +111,3 @@ def front(states: Iterable[State]) -> list[State]:
             end += 1
         best[begin:end] = [(second, third)]
     return kept
-
-
-def thinned(states: Sequence[T], most: int) -> Sequence[T]:
-    """At most so many of them, evenly spread, the first and the last included."""
-    last = len(states) - 1
-    return states if last < most else [states[last * i // (most - 1)] for i in range(most)]

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from lightning_hybrid.functional.minimising import thinned
-
 MOST_SUMS = 1024
 """Most sums of kept groups that a plan looks at behind each group."""
 
@@ -82,9 +80,15 @@ def cheapest_offload(sizes: Sequence[int], budget_bytes: int, in_flight: int = 1
                 kept = before if is_offloaded else before + size
                 if left >= (in_flight - 1) * kept and (kept not in found or left >= found[kept][0]):
                     found[kept] = left, (is_offloaded, plan)
-        states = {kept: found[kept] for kept in thinned(sorted(found), MOST_SUMS)}
+        states = {kept: found[kept] for kept in _spread(sorted(found))}
     offloaded, plan = list[bool](), states[max(states)][1]
     while plan is not None:
         offloaded.append(plan[0])
         plan = plan[1]
     return offloaded[::-1]
+
+
+def _spread(sums: list[int]) -> list[int]:
+    """At most `MOST_SUMS` of them, evenly, the first and the last included."""
+    last = len(sums) - 1
+    return sums if last < MOST_SUMS else [sums[last * i // (MOST_SUMS - 1)] for i in range(MOST_SUMS)]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from lightning_hybrid.functional.minimising import Option, State, front, least_stored, least_sum, thinned
+from lightning_hybrid.functional.minimising import Option, State, front, least_stored, least_sum
 from lightning_hybrid.functional.segments import BlockCost, Segment, Sums, peak_bytes
 
+MOST_STATES = (8, 64, 512, 4096)
+"""Most states before each block in the search for a plan under a budget; the next number is for when there are more."""
 STEPS = 4_000_000
-"""Most steps from state to state of a plan under a budget, about; a million takes about a second."""
+"""Most steps from state to state in a search with more than the first number; a million takes about a second."""
 
 
 def square_root_segments(costs: Sequence[BlockCost], starts: Collection[int] = ()) -> list[Segment]:
@@ -75,10 +78,10 @@ def cheapest_segments(
 
     Returns:
         The plan with the least :func:`extra_seconds` among those whose :func:`peak_bytes` keep to the budget, with the
-        fewest bytes among equals. It is exact as long as few states are left that no other surpasses in bytes and time:
-        always for a dozen blocks, and for hundreds of equal ones. Where there are more, some are dropped, evenly
-        between the one with the fewest bytes and the one with the most: then the plan may take longer than the best,
-        but there is one whenever one is possible, and it keeps to the budget.
+        fewest bytes among equals. It is exact as long as few states are left that no other surpasses in bytes and time,
+        and that could still be better than a plan at hand: for some 60 blocks, or some hundred if they are equal. Where
+        there are more, the least promising are dropped, never the one with the fewest bytes: the plan may then take a
+        little longer than the best, but there is one whenever one is possible, and it keeps to the budget.
 
     Raises:
         ValueError: If no plan keeps to the budget (the smallest possible is named), a cost is negative or not finite,
@@ -93,8 +96,7 @@ def cheapest_segments(
             f"flight, take at least {needed} bytes, whatever is recomputed. Allow {needed} or more, or use smaller "
             f"micro-batches."
         )
-    plans = [*_search(sums, budget_bytes, in_flight), smallest]
-    return min(plans, key=lambda segments: (sums.ticks(segments), peak_bytes(costs, segments, in_flight)))
+    return _improved(sums, smallest, budget_bytes, in_flight)
 
 
 @dataclass(frozen=True)
@@ -148,8 +150,23 @@ def _within(sums: Sums, limit: int, start: int, stored: int) -> Iterator[Option]
         yield stored + block.boundary, stop, True
 
 
-def _search(sums: Sums, budget: int, in_flight: int) -> list[list[Segment]]:
-    """The plan with the least time, then the fewest bytes, if it was not dropped on the way.
+def _improved(sums: Sums, plan: list[Segment], budget: int, in_flight: int) -> list[Segment]:
+    """The best plan under a budget, given one that keeps to it: searched with more and more states."""
+    bound = _Bound(sums, budget, in_flight)
+    for most in MOST_STATES:
+        if most > MOST_STATES[0] and most * len(sums.costs) ** 2 > STEPS:
+            break
+        found, complete = _search(sums, budget, in_flight, most, partial(bound, shortest=sums.ticks(plan)))
+        plan = min([*found, plan], key=lambda p: (sums.ticks(p), peak_bytes(sums.costs, p, in_flight)))
+        if complete:
+            break
+    return plan
+
+
+def _search(
+    sums: Sums, budget: int, in_flight: int, most: int, excess: Callable[[int, int, int], int]
+) -> tuple[list[list[Segment]], bool]:
+    """The plan with the least time, then the fewest bytes, if it is not dropped; and whether no state had to be.
 
     States are plans of the last blocks: time, bytes stored (0 if only one micro-batch is in flight, where they do not
     matter), and peak. In front of one goes any plan that keeps to the budget, at best the one that stores the least:
@@ -157,13 +174,12 @@ def _search(sums: Sums, budget: int, in_flight: int) -> list[list[Segment]]:
     """
     before = least_stored(len(sums.costs), partial(_within, sums, budget))
     assert before is not None
-    others, num_blocks = in_flight - 1, len(sums.costs)
+    others, num_blocks, complete = in_flight - 1, len(sums.costs), True
 
     def held(state: State) -> int:
         return others * state[1] + state[2]
 
-    most = max(16, STEPS // max(1, num_blocks) ** 2)
-    fronts: list[Sequence[State]] = [[(0, 0, 0, None)]]  # of suffixes, the shortest first
+    fronts: list[list[State]] = [[(0, 0, 0, None)]]  # of suffixes, the shortest first
     for start in reversed(range(num_blocks)):
         room = budget - in_flight * before[0][start]
         states = list[State]()
@@ -171,10 +187,65 @@ def _search(sums: Sums, budget: int, in_flight: int) -> list[list[Segment]]:
             stored, full, ticks = sums.stored(segment), sums.full(segment), sums.ticks([segment])
             later, more = fronts[num_blocks - segment.stop], stored if others else 0
             added = [(s[0] + ticks, s[1] + more, max(full, s[2] + stored), (segment, s)) for s in later]
-            states += [state for state in added if held(state) <= room]
-        fronts.append(thinned(sorted(front(states), key=held), most))
+            states += [s for s in added if held(s) <= room and excess(start, s[0], held(s)) <= 0]
+        fronts.append(front(states))
+        if len(fronts[-1]) > most:
+            complete = False
+            promising = sorted(fronts[-1], key=lambda s: excess(start, s[0], held(s)))[: most - 1]
+            fronts[-1] = [*promising, min(fronts[-1], key=held)]
     best = sorted(fronts[-1], key=lambda state: (state[0], held(state)))[:1]
-    return [_segments_of(state) for state in best]
+    return [_segments_of(state) for state in best], complete
+
+
+class _Bound:
+    """By how much a state's plan takes longer than another plan, whatever goes in front of it: at least.
+
+    Where bytes have a price in time, the cheapest plan of the first blocks is quickly found. Without a price it would
+    save the bytes' price at most. The price is that at which a plan of all blocks stores about the budget: a Lagrange
+    multiplier.
+
+    Args:
+        sums: Of all blocks.
+        budget: Most bytes.
+        in_flight: Micro-batches in flight.
+    """
+
+    def __init__(self, sums: Sums, budget: int, in_flight: int) -> None:
+        self._sums, self._budget, self._in_flight = sums, budget, in_flight
+        self._unit = max(1, sums.most)  # prices are whole, in parts of a tick
+        low, high = 1, 2 + sums.time[-1] * self._unit
+        while high - low > 1 + low // 100:
+            middle = max(low + 1, math.isqrt(low * high))
+            segments = self._cheapest(middle)[1]
+            if in_flight * sum(sums.stored(Segment(*segment)) for segment in segments) > budget:
+                low = middle
+            else:
+                high = middle
+        self._price, self._least = high, self._cheapest(high)[0]
+
+    def __call__(self, start: int, ticks: int, held: int, shortest: int) -> int:
+        """The excess, in a unit of its own.
+
+        Args:
+            start: First block of the state's plan.
+            ticks: Its time.
+            held: Bytes of it and of the micro-batches in flight, without what goes in front of it.
+            shortest: Time of the other plan.
+        """
+        time = self._unit * (ticks + self._sums.time[start] - shortest) + self._least[start]
+        return self._in_flight * time - self._price * (self._budget - held)
+
+    def _cheapest(self, price: int) -> tuple[list[int], list[tuple[int, int, bool]]]:
+        """Before each block, the time and price of the cheapest plan, less that of recomputing all; and the plan."""
+
+        def options(start: int, paid: int) -> Iterator[Option]:
+            block, ticks = self._sums.costs[start], self._sums.time[start + 1] - self._sums.time[start]
+            yield paid + price * block.kept - self._unit * ticks, start + 1, False
+            yield paid + price * block.boundary, self._sums.reach(start, self._budget - block.boundary), True
+
+        found = least_stored(len(self._sums.costs), options)
+        assert found is not None
+        return found
 
 
 def _segments(sums: Sums, start: int, room: int) -> Iterator[Segment]:

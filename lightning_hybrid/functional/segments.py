@@ -94,6 +94,10 @@ class Sums:
         costs: Of all blocks, in the order in which they run.
         starts: Blocks with which a segment must begin: those before do not pass on to them what they give.
 
+    Attributes:
+        costs: As given.
+        time: Of all blocks before each, and behind the last, exactly, in a unit of its own: ticks.
+
     Raises:
         ValueError: If a cost is negative or not finite.
     """
@@ -112,7 +116,7 @@ class Sums:
         # with rounding, the order of a sum would decide between plans that take the same time
         exact = [Fraction(block.seconds) for block in costs]
         unit = math.lcm(*(seconds.denominator for seconds in exact))
-        self._time = list(accumulate((int(seconds * unit) for seconds in exact), initial=0))
+        self.time = list(accumulate((int(seconds * unit) for seconds in exact), initial=0))
 
     @property
     def most(self) -> int:
@@ -140,5 +144,5 @@ class Sums:
         return block.boundary + self.inner(segment.start, segment.stop) if segment.recomputed else block.kept
 
     def ticks(self, segments: Sequence[Segment]) -> int:
-        """Time of what is recomputed, exactly, in a unit of its own."""
-        return sum(self._time[s.stop] - self._time[s.start] for s in segments if s.recomputed)
+        """Time of what is recomputed."""
+        return sum(self.time[s.stop] - self.time[s.start] for s in segments if s.recomputed)
