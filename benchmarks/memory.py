@@ -1,4 +1,4 @@
-"""Plans of recomputation against their formula and against all plans there are.
+"""Recomputation: plans and measured bytes against the formula, plans against all there are, time against one forward.
 
 ``python benchmarks/memory.py`` runs all cases, ``python benchmarks/memory.py CASE`` one of them.
 """
@@ -7,16 +7,83 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from functools import partial
+from io import StringIO
+from statistics import median
+from typing import Any
 
-from common import report, run
+import torch
+from common import fit, report, run
+from lightning.pytorch import Callback, LightningModule, seed_everything
+from torch import Tensor, nn
+from typing_extensions import override
 
+from lightning_hybrid.callbacks import ActivationRecompute, MemoryLedger
 from lightning_hybrid.functional.recomputation import cheapest_segments, smallest_budget, square_root_segments
 from lightning_hybrid.functional.segments import BlockCost, Segment, extra_seconds, peak_bytes
 
 BOUNDARY, INTERNAL = 1, 5  # bytes of a residual block with a hidden layer four times as wide, in those of its input
 NUM_DRAWS = 200
+
+
+class Block(nn.Module):
+    """A residual block with its activation first, so that no operation saves the block's own input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.grow, self.shrink = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shrink(torch.relu(self.grow(torch.relu(x))))
+
+
+class Blocks(LightningModule):
+    """Nothing but equal blocks, and a loss that saves nothing."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        seed_everything(0, verbose=False)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.forward_seconds: list[float] = []
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        start = time.perf_counter()
+        for block in self.blocks:
+            batch = block(batch)
+        loss = batch.mean()
+        self.forward_seconds.append(time.perf_counter() - start)
+        return loss
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def train(model: Blocks, num_steps: int, batch: int, *callbacks: Callback) -> None:
+    """Train on batches with storages of their own, without the tables that callbacks print."""
+    width = model.blocks[0].grow.in_features
+    with redirect_stdout(StringIO()):
+        fit(model, [torch.randn(batch, width) for _ in range(num_steps)], callbacks=list(callbacks))
+
+
+class Times(Callback):
+    """Seconds of each step."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    @override
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.start = time.perf_counter()
+
+    @override
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seconds.append(time.perf_counter() - self.start)
 
 
 def law(num_blocks: int, boundary: int, internal: int) -> int:
@@ -69,9 +136,43 @@ def brute_force(case: str) -> None:
     report(case, equal / NUM_DRAWS, 1.0, at_least=True, most_seconds_more=max(slower))
 
 
+def measured(case: str, num_blocks: int, width: int = 32, batch: int = 8) -> None:
+    """Most bytes that a step with ``"sqrt"`` holds for backward, over the formula."""
+    ledger, recompute = MemoryLedger(), ActivationRecompute("sqrt")
+    train(Blocks(width, num_blocks), 3, batch, recompute, ledger)
+    row = 4 * width * batch
+    needed, everything = sum(ledger.last.activations.values()), num_blocks * INTERNAL * row
+    formula = law(num_blocks, BOUNDARY * row, INTERNAL * row)
+    report(case, needed / formula, 1.0, share_of_all=needed / everything, segments=len(recompute.plan))
+
+
+def step_seconds(recompute: ActivationRecompute | None, width: int, batch: int, depth: int) -> tuple[float, float]:
+    """Of a step and of its forward, once there is a plan."""
+    model, times = Blocks(width, depth), Times()
+    train(model, 8, batch, times, *([] if recompute is None else [recompute]))
+    return median(times.seconds[3:]), median(model.forward_seconds[3:])
+
+
+def extra_time(case: str, rounds: int = 5, width: int = 256, batch: int = 256, depth: int = 8, **options: Any) -> None:
+    """A step with recomputation over the plain step and one forward."""
+    ratios, forwards = list[float](), list[float]()
+    for _ in range(rounds):
+        plain, forward = step_seconds(None, width, batch, depth)
+        step, _ = step_seconds(ActivationRecompute(**options), width, batch, depth)
+        ratios.append(step / (plain + forward))
+        forwards.append((step - plain) / forward)
+    report(case, median(ratios), 1.0, extra_forwards=median(forwards))
+
+
+HALF = 4 * 256 * 256 * 8 * INTERNAL // 2  # bytes: half of what the blocks of `extra_time` save
+
 CASES = {
     **{f"sqrt_law_l{n}": (1, partial(planned, num_blocks=n)) for n in (4, 16, 64, 256)},
     "budget_brute_force": (1, brute_force),
+    **{f"sqrt_measured_l{n}": (1, partial(measured, num_blocks=n)) for n in (4, 16, 64, 256)},
+    "extra_time_full": (1, partial(extra_time, policy="full")),
+    "extra_time_sqrt": (1, partial(extra_time, policy="sqrt")),
+    "extra_time_budget_half": (1, partial(extra_time, budget_bytes=HALF)),
 }
 
 
