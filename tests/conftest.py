@@ -3,6 +3,7 @@
 A child process that a test left is named, not ended.
 """
 
+import gc
 import multiprocessing
 import os
 import threading
@@ -39,6 +40,12 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {  # how t
         lambda value: setattr(torch.backends.cudnn, "benchmark", value),
     ),
 }
+
+
+def pytest_collection_finish() -> None:
+    """Objects of thousands of tests and of libraries: no later collection, and no probe, shall go through them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ from transformers import (
 from examples.gpt import GPT
 from tests.parity_attention import Attentive, Fused
 
-WIDTH, DEPTH, HEADS, WORDS, CLASSES, LENGTH = 16, 8, 4, 24, 5, 7
+WIDTH, DEPTH, HEADS, WORDS, CLASSES, LENGTH = 16, 5, 4, 24, 5, 7
 FEATURES = 12
 ABSENT = -100
 SIDE = 16  # of an image: 16 patches and the class token make an odd sequence
@@ -245,7 +245,7 @@ def t5(weighted: bool) -> LightningModule:
         d_model=WIDTH,
         d_kv=WIDTH // HEADS,
         d_ff=2 * WIDTH,
-        num_layers=DEPTH // 2,
+        num_layers=(DEPTH + 1) // 2,
         num_heads=HEADS,
         dropout_rate=0.0,
         decoder_start_token_id=0,
