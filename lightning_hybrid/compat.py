@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torchmetrics import Metric
 
+unseen = _disable_current_modes  # context for operations that no such mode is to see
+
 
 def storage_key(tensor: Tensor) -> int:
     """Identity of a tensor's storage; its address is 0 for every empty storage and changes when FSDP resizes one."""
@@ -269,8 +271,7 @@ def refresh_weights(module: nn.Module) -> None:
         module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
 
-APPLY = "_apply"
-"""Method through which `to`, `half` and `cuda` of a module go; there is no public hook."""
+APPLY = "_apply"  # through which `to`, `half` and `cuda` of a module go; there is no public hook
 
 
 def without_torch_function() -> Any:

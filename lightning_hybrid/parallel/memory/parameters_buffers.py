@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.compat import num_holders, storage_key, without_dispatch_modes
+from lightning_hybrid.compat import num_holders, storage_key, unseen
 from lightning_hybrid.parallel.memory.parameters_order import AccessOrder
 from lightning_hybrid.parallel.memory.parameters_transfers import Transfers
 from lightning_hybrid.parallel.memory.parameters_units import Unit, state_of
@@ -164,6 +164,6 @@ class Buffers:
                 region.within(buffer.memory).copy_(region.parameter, non_blocking=True)
 
         buffer.unit, buffer.state, buffer.is_used = unit, state_of(regions), False
-        with torch.no_grad(), without_dispatch_modes():  # selective recomputation would take it for the model's
+        with torch.no_grad(), unseen():  # copies are no part of what a selective checkpoint runs again
             buffer.ready = self._transfers.start(copy)
         self.counts.fetches += 1

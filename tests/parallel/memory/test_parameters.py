@@ -4,12 +4,13 @@ import copy
 import math
 import pickle
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_hybrid.compat import storage_key
 from lightning_hybrid.parallel.memory import parameters
@@ -221,6 +222,14 @@ class AroundReentrant(Around):
     reentrant = True
 
 
+class Selective(Model):
+    def run(self, x):
+        kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, context_fn=kept)
+        return x
+
+
 class Within(Block):
     def forward(self, x):
         return x + checkpoint(self.inner, x, use_reentrant=False)
@@ -279,7 +288,7 @@ class Odd(Model):
 
 
 @pytest.mark.parametrize(
-    "make", [Around, AroundReentrant, Inside, Parts, Nested, Recurrent, Odd], ids=lambda make: make.__name__
+    "make", [Around, AroundReentrant, Selective, Inside, Parts, Nested, Recurrent, Odd], ids=lambda make: make.__name__
 )
 def test_the_same_bits_where(make):
     check(make)
