@@ -153,7 +153,6 @@ def set_step_value(metric: Metric, value: Any) -> None:
     metric._forward_cache = value
 
 
-without_dispatch_modes = _disable_current_modes  # a context for operations of our own, which no mode is to see
 SubprocessLauncher = _SubprocessScriptLauncher
 """The launcher that runs the script again for each process; there is no public class to derive from."""
 

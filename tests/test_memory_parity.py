@@ -25,6 +25,7 @@ TECHNIQUES = {
 }
 RECOMPUTES = ("full", "sqrt", "selective", "budget", "partition")
 LAYOUTS = {
+    "one": lambda: "auto",
     "ddp": lambda: "ddp",
     "pipeline": lambda: hybrid(2, microbatches=4),
     "chunks": lambda: hybrid(2, chunks=2, microbatches=2),
@@ -43,14 +44,7 @@ def callbacks_of(names):
     return [TECHNIQUES[name]() for name in names]
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_one_process(model):
-    expected = bits(model)
-    for names in SETS:
-        assert bits(model, callbacks_of(names)) == expected, names
-
-
-def on_two_ranks(layout, rows):
+def outcomes(layout, rows):
     """Of each row, a model and names of techniques, what a fit leaves; and of each model without any."""
     found = {}
     for model, names in [*((model, ()) for model in {model for model, _ in rows}), *rows]:
@@ -70,10 +64,20 @@ def rows_of(layout, *, is_full):
     ]
 
 
-@pytest.mark.parametrize("is_full", [False, pytest.param(True, marks=pytest.mark.full)])
-@pytest.mark.parametrize("layout", LAYOUTS)
+IS_FULL = pytest.mark.parametrize("is_full", [False, pytest.param(True, marks=pytest.mark.full)])
+
+
+@IS_FULL
+def test_one_process(is_full):
+    found = outcomes("one", rows_of("one", is_full=is_full))
+    for (model, names), outcome in found.items():
+        assert outcome == found[model, ()], (model, names)
+
+
+@IS_FULL
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "one"])
 def test_two_processes(layout, is_full):
-    for found in run_trainers(2, on_two_ranks, layout, rows_of(layout, is_full=is_full), timeout=300):
+    for found in run_trainers(2, outcomes, layout, rows_of(layout, is_full=is_full), timeout=300):
         for (model, names), outcome in found.items():
             assert outcome == found[model, ()], (model, names)
 
@@ -82,6 +86,6 @@ def test_two_processes(layout, is_full):
 @pytest.mark.parametrize("layout", TENSOR)
 def test_a_tensor_axis(layout):
     rows = [("GPT", (name,)) for name in TECHNIQUES]
-    for found in run_trainers(2, on_two_ranks, layout, rows, timeout=300):
+    for found in run_trainers(2, outcomes, layout, rows, timeout=300):
         for (model, names), outcome in found.items():
             assert outcome == found[model, ()], (model, names)
