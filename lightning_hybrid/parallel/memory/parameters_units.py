@@ -95,8 +95,17 @@ def is_streamable(parameter: Tensor) -> bool:
         return False
     if parameter.layout is not torch.strided or not parameter.numel() or parameter.device.type != "cpu":
         return False
-    # one with holes, or elements that share memory, would have other strides
-    return parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    return parameter.is_contiguous() or _is_dense(parameter)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill its memory, each once; asked without an operation that a dispatch mode would see."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def choose_units(root: nn.Module, blocks: Iterable[str], hosts: Mapping[int, nn.Parameter]) -> list[Unit]:
