@@ -63,6 +63,7 @@ class _Holder:
         """Take what the repetition has made; returns whether it can be the same."""
         self.tensor = tensor.detach()
         announce(self.tensor, "kept", self._release)  # for the module's name; it counts until its memory is free
+        self._release()
         return (tensor.shape, tensor.dtype) == self._about
 
 
