@@ -36,6 +36,7 @@ PRELOAD = [
     "transformers.models.llama.modeling_llama",
     "transformers.models.t5.modeling_t5",
     "transformers.models.vit.modeling_vit",
+    "tests.frozen",  # the last
 ]
 GRACE = 0.3  # seconds in which a rank that died silently is found after another one complained about it
 
