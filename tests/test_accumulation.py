@@ -10,7 +10,7 @@ from tests.launch import run_trainers
 from tests.small import fit, hybrid, loader, weights
 from tests.test_zero import BATCH, BATCHES, Choosy, Frozen, Model, Odd
 
-OPTIONS = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05, "max_epochs": 2}
+OPTIONS = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}
 LAYOUTS = {
     1: [{"pipeline": 1, "microbatches": 1}, {"pipeline": 1, "zero_stage": 2, "cpu_offload": True}],
     2: [{"pipeline": 1, "zero_stage": stage} for stage in range(4)]
@@ -37,7 +37,8 @@ def trained(model, layouts, data):
     for layout in layouts:
         replicas, between = data // layout["pipeline"], Between()
         strategy = hybrid(**layout, accumulate_on_cpu=True)
-        trainer = fit(model(), loader(BATCHES * BATCH, BATCH, replicas), strategy, callbacks=[between], **OPTIONS)
+        options = {"callbacks": [between], "max_epochs": model.epochs, **OPTIONS}
+        trainer = fit(model(), loader(BATCHES * BATCH, BATCH, replicas), strategy, **options)
         found.append((weights(trainer), between.left, between.kept))
     return found
 
@@ -45,7 +46,7 @@ def trained(model, layouts, data):
 @pytest.mark.parametrize("model", [Odd, Frozen])
 @pytest.mark.parametrize("size", LAYOUTS)
 def test_gradients_that_wait_on_the_host_are_those_of_one_process(size, model):
-    expected = weights(fit(model(), loader(BATCHES * BATCH, BATCH), **OPTIONS))
+    expected = weights(fit(model(), loader(BATCHES * BATCH, BATCH), max_epochs=model.epochs, **OPTIONS))
     for state, left, kept in run_trainers(size, trained, model, LAYOUTS[size], size, timeout=200)[0]:
         assert_close(state, expected, rtol=1e-9, atol=1e-12)
         within, ends = range(2), (2, 5)
@@ -114,7 +115,7 @@ def norms(layouts, data):
 @pytest.mark.filterwarnings("ignore:.*clipped.*")
 def test_norms_of_the_whole_model_can_be_logged():
     (expected,) = run_trainers(1, norms, [{"pipeline": 1, "microbatches": 1}], 1)[0]
-    assert len(expected[0]) == 4
+    assert len(expected[0]) == 2
     for size in (2, 4):
         for rank in run_trainers(size, norms, LAYOUTS[size][-2:], size):
             for seen, last, dtype in rank:

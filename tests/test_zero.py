@@ -22,6 +22,8 @@ STAGES = [1, 2, 3]
 class Model(Small):
     """Two groups, one without decay; AdamW moves what has a gradient of zero, and leaves alone what has none."""
 
+    epochs = 1
+
     def configure_optimizers(self):
         matrices = [p for p in self.parameters() if p.ndim > 1]
         others = [p for p in self.parameters() if p.ndim <= 1]
@@ -67,6 +69,8 @@ class Frozen(Model):
         for name, parameter in self.named_parameters():
             if not name.startswith(("blocks.4", "blocks.5")):
                 parameter.requires_grad_(trained)
+
+    epochs = 2
 
     def on_train_epoch_start(self):
         self.set(self.current_epoch > 0)
@@ -134,7 +138,7 @@ class Late(Sharing):
 
 
 MODELS = {"late": Late, "sharing": Sharing, "odd": Odd, "functional": Functional, "frozen": Frozen, "views": Views}
-NORMS = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 3, "max_epochs": 2}
+NORMS = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 3}
 
 
 class Same(Callback):
@@ -180,6 +184,7 @@ def trained(cases, data, **options):
             loader(BATCHES * BATCH, BATCH, data),
             hybrid(**strategy),
             callbacks=[same],
+            max_epochs=MODELS[name].epochs,
             **NORMS,
             **options,
         )
@@ -188,7 +193,7 @@ def trained(cases, data, **options):
 
 
 def one_process(model):
-    return weights(fit(model(), loader(BATCHES * BATCH, BATCH), **NORMS))
+    return weights(fit(model(), loader(BATCHES * BATCH, BATCH), max_epochs=model.epochs, **NORMS))
 
 
 def check(size, data, cases):

@@ -29,7 +29,7 @@ def cases(size):
 
 def in_layouts(size, precision):
     return [
-        trained(Half, d, accumulate=a, hybrid={"pipeline": p, "microbatches": m, "zero_stage": z}, **precise(precision))
+        trained(Half, d, 1, a, hybrid={"pipeline": p, "microbatches": m, "zero_stage": z}, **precise(precision))
         for p, d, m, a, z in cases(size)
     ]
 
@@ -50,7 +50,7 @@ def test_layouts_give_the_same_losses_and_replicas_the_same_bits(precision):
 
 def in_one_process(precision):
     alone = {"pipeline": 1, "microbatches": 1}
-    return {a: trained(Half, accumulate=a, hybrid=alone, **precise(precision)) for a in (1, 2)}
+    return {a: trained(Half, epochs=1, accumulate=a, hybrid=alone, **precise(precision)) for a in (1, 2)}
 
 
 def assert_same_bits(ranks):
