@@ -59,9 +59,9 @@ CASES = {
     "uneven-micro": Case((7, 11, 7), micro_batches=3),
     "one-micro": Case((8, 7, 8), micro_batches=1),
     "weighted": Case((8, 7, 5), weighted=True),
-    "window": Case((8, 6, 6, 6, 5), accumulate=2),
+    "window": Case((8, 6, 6, 6, 5), micro_batches=2, accumulate=2),
     "long-window": Case((8, 6, 6, 6, 5, 8, 7), micro_batches=2, accumulate=3),
-    "weighted-window": Case((8, 6, 6, 7, 5), accumulate=2, weighted=True),
+    "weighted-window": Case((8, 6, 6, 7, 5), micro_batches=3, accumulate=2, weighted=True),
 }
 
 

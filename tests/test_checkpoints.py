@@ -134,11 +134,12 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("ignore:.*It has no rule for parts")
+@pytest.mark.parametrize("sources", [2, pytest.param(len(ALL), marks=pytest.mark.full)])
 @pytest.mark.parametrize("size", LAYOUTS)
-def test_any_layout_goes_on_from_any_other(folder, expected, size):
-    """Case 17 and case 18."""
+def test_any_layout_goes_on_from_any_other(folder, expected, size, sources):
+    """Case 17 and case 18: from as many of the others as are asked for."""
     draw = random.Random(size)
-    pairs = [(index, source) for index in range(len(LAYOUTS[size])) for source in draw.sample(ALL, 3)]
+    pairs = [(index, source) for index in range(len(LAYOUTS[size])) for source in draw.sample(ALL, sources)]
     tasks = [(index, source, draw.choice(list(POINTS))) for index, source in pairs]
     outcomes = run_trainers(size, go_on, folder, tasks, timeout=300)
     for place, (index, source, point) in enumerate(tasks):

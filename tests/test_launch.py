@@ -72,7 +72,7 @@ def one_forgets_the_others():
 
 def test_stuck_ranks_are_named_with_their_stacks():
     with pytest.raises(TimeoutError, match=r"(?s)rank 0 of 3 is stuck.*one_forgets_the_others.*rank 1") as error:
-        run_ranks(3, one_forgets_the_others, timeout=5)
+        run_ranks(3, one_forgets_the_others, timeout=3)
     assert "rank 2" not in str(error.value)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
+from functools import lru_cache
 from typing import Any
 
 
@@ -55,15 +56,20 @@ def children_of(tree: Any) -> tuple[list[Any], Node | None]:
 
 def is_container(tree: object) -> bool:
     """Whether `flatten` descends into it."""
-    kind = type(tree)
-    return isinstance(tree, Mapping) or kind in (tuple, list) or _is_named_tuple(kind) or _is_struct_sequence(kind)
+    return _is_container_type(type(tree))
+
+
+@lru_cache(maxsize=512)  # a state of random numbers has hundreds of leaves; classes may come and go
+def _is_container_type(kind: type) -> bool:
+    return issubclass(kind, Mapping) or kind in (tuple, list) or _is_named_tuple(kind) or _is_struct_sequence(kind)
 
 
 def _describe(tree: Any, leaves: list[Any]) -> Node | None:
-    children, node = children_of(tree)
-    if node is None:
+    if not is_container(tree):
         leaves.append(tree)
         return None
+    children, node = children_of(tree)
+    assert node is not None, "a container"
     return Node(node.kind, node.keys, tuple(_describe(child, leaves) for child in children))
 
 
