@@ -54,7 +54,7 @@ def children_of(tree: Any) -> tuple[list[Any], Node | None]:
     return list(tree), Node(type(tree), None, (None,) * len(tree))
 
 
-def is_container(tree: object) -> bool:
+def is_container(tree: Any) -> bool:
     """Whether `flatten` descends into it."""
     return _is_container_type(type(tree))
 
