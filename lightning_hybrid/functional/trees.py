@@ -54,9 +54,10 @@ def children_of(tree: Any) -> tuple[list[Any], Node | None]:
     return list(tree), Node(type(tree), None, (None,) * len(tree))
 
 
-def is_container(tree: Any) -> bool:
+def is_container(tree: object) -> bool:
     """Whether `flatten` descends into it."""
-    return _is_container_type(type(tree))
+    kind: Any = type(tree)
+    return _is_container_type(kind)
 
 
 @lru_cache(maxsize=512)  # a state of random numbers has hundreds of leaves; classes may come and go
