@@ -1,4 +1,4 @@
-"""float16 over float32 masters on one device, against torch's AMP and float32: time of a step, and most memory.
+"""On one device: float16 over float32 masters against torch's AMP and float32, and what callbacks hold less of memory.
 
 ``python benchmarks/device.py`` runs all cases, ``python benchmarks/device.py CASE`` one of them. The figures are about
 a GPU; without one it trains a small model on the CPU, which shows that the cases run, and leaves memory out.
@@ -9,7 +9,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from functools import partial
+from io import StringIO
 from statistics import median
 from typing import Any
 
@@ -23,6 +25,7 @@ from typing_extensions import override
 
 from examples.gpt import GPT
 from lightning_hybrid import HybridPTDPStrategy
+from lightning_hybrid.callbacks import ActivationOffload, ActivationRecompute, ParameterOffload
 from lightning_hybrid.precision import FP16MasterWeights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -73,7 +76,8 @@ def train(options: dict[str, Any]) -> tuple[float, float]:
         torch.cuda.reset_peak_memory_stats()
     accelerator = "gpu" if DEVICE == "cuda" else "cpu"
     options = {"accelerator": accelerator, "devices": 1, "limit_val_batches": 0, **options}
-    Trainer(max_epochs=1, callbacks=[steps], **dict.fromkeys(bare, False), **options).fit(model, batches)
+    callbacks = [steps, *options.pop("callbacks", [])]
+    Trainer(max_epochs=1, callbacks=callbacks, **dict.fromkeys(bare, False), **options).fit(model, batches)
     used = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
     return median(steps.times[NUM_WARM:]), float(used)
 
@@ -92,7 +96,64 @@ def over(case: str, rival: str) -> None:
         dist.destroy_process_group()
 
 
-CASES = {f"masters_over_{rival}": (1, partial(over, rival=rival)) for rival in ("amp", "fp32")}
+LESS: dict[str, Callable[[], list[Callback]]] = {
+    "recompute_full": lambda: [ActivationRecompute()],
+    "recompute_sqrt": lambda: [ActivationRecompute("sqrt")],
+    "recompute_selective": lambda: [ActivationRecompute("selective")],
+    "offload": lambda: [ActivationOffload()],
+    "stream": lambda: [ParameterOffload()],
+    "all_three": lambda: [ActivationRecompute(), ActivationOffload(), ParameterOffload()],
+}
+SLOWDOWN = 1.34  # one forward more is a third of a step
+MEMORY_ROUNDS = 2
+
+
+def bandwidth(num_bytes: int = 2**28) -> float:
+    """Bytes a second from the device to pinned memory and back, alone."""
+    there, here = torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE), torch.empty(num_bytes, dtype=torch.uint8)
+    here = here.pin_memory() if DEVICE == "cuda" else here
+    times = []
+    for _ in range(5):
+        _wait()
+        start = time.perf_counter()
+        here.copy_(there, non_blocking=True)
+        there.copy_(here, non_blocking=True)
+        _wait()
+        times.append(time.perf_counter() - start)
+    return 2 * num_bytes / median(times)
+
+
+def hidden(callbacks: list[Callback], extra_seconds: float) -> dict[str, float]:
+    """Share of copies that computation hid: of seconds that they take alone, or of copies that nobody waited for."""
+    found = {}
+    for callback in callbacks:
+        if isinstance(callback, ParameterOffload):
+            found["parameters_hidden"] = 1 - callback.counts.waits / max(1, callback.counts.fetches)
+        if isinstance(callback, ActivationOffload) and len(callbacks) == 1 and callback.sizes:
+            alone = 2 * sum(callback.sizes.values()) / bandwidth()
+            found["activations_hidden"] = 1 - min(1.0, max(0.0, extra_seconds) / alone)
+    return found
+
+
+def less(case: str, name: str) -> None:
+    """A step with callbacks over a plain one, its most memory, and the share of copies that computation hid."""
+    rows, callbacks = [], list[Callback]()
+    for _ in range(MEMORY_ROUNDS):
+        callbacks = LESS[name]()
+        with redirect_stdout(StringIO()):  # plans
+            rows.append([train({"callbacks": callbacks}), train({})])
+    own, plain = (min(seconds) for seconds in zip(*[[s for s, _ in row] for row in rows], strict=True))
+    shares = hidden(callbacks, own - plain)
+    report(f"{case}_time_{DEVICE}", own / plain, SLOWDOWN, own_s=own, plain_s=plain, **shares)
+    if DEVICE == "cuda":
+        held, whole = (max(used) for used in zip(*[[used for _, used in row] for row in rows], strict=True))
+        report(f"{case}_memory_{DEVICE}", held / whole, 1.0, own_bytes=held, plain_bytes=whole)
+
+
+CASES = {
+    **{f"masters_over_{rival}": (1, partial(over, rival=rival)) for rival in ("amp", "fp32")},
+    **{name: (1, partial(less, name=name)) for name in LESS},
+}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Recomputation: plans and measured bytes against the formula, plans against all there are, time against one forward.
+"""Holding less: measured bytes against laws, plans against all there are, time of recomputation against one forward.
 
 ``python benchmarks/memory.py`` runs all cases, ``python benchmarks/memory.py CASE`` one of them.
 """
@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from common import fit, report, run
-from lightning.pytorch import Callback, LightningModule, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_hybrid.callbacks import ActivationRecompute, MemoryLedger
+from lightning_hybrid.callbacks import ActivationOffload, ActivationRecompute, MemoryLedger, ParameterOffload
 from lightning_hybrid.functional.recomputation import cheapest_segments, smallest_budget, square_root_segments
 from lightning_hybrid.functional.segments import BlockCost, Segment, extra_seconds, peak_bytes
 
@@ -164,12 +164,52 @@ def extra_time(case: str, rounds: int = 5, width: int = 256, batch: int = 256, d
     report(case, median(ratios), 1.0, extra_forwards=median(forwards))
 
 
+class DeviceBytes(Callback):
+    """Most bytes of parameters on the device, at the ends of steps."""
+
+    most, units = 0, 0
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        streaming = next(c.streaming for c in trainer.callbacks if isinstance(c, ParameterOffload))
+        assert streaming is not None
+        self.most = max(self.most, streaming.device_bytes)
+        self.units = len(streaming.units)
+
+
+def offloaded(case: str, num_blocks: int, width: int = 32, batch: int = 8) -> None:
+    """Most bytes on the device that a step holds for backward, over those of two blocks; what left is on the host."""
+    ledger, offload = MemoryLedger(), ActivationOffload(min_bytes=0)
+    train(Blocks(width, num_blocks), 3, batch, offload, ledger)
+    block = (INTERNAL + BOUNDARY) * 4 * width * batch  # a block's input leaves with the block before it, or it
+    needed, on_host = sum(ledger.last.activations.values()), sum(ledger.last.offloaded.values())
+    everything = num_blocks * INTERNAL * 4 * width * batch
+    report(case, needed / (2 * block), 1.0, share_of_all=needed / everything, on_host=on_host / everything)
+
+
+def streamed(case: str, num_blocks: int, width: int = 64, batch: int = 8) -> None:
+    """Bytes of parameters on the device over those of two buffers, and whether weights are those of a plain run."""
+    offload, watch = ParameterOffload(num_buffers=2), DeviceBytes()
+    plain = Blocks(width, num_blocks)
+    train(plain, 6, batch)
+    streams = Blocks(width, num_blocks)  # which seeds what follows, too
+    train(streams, 6, batch, offload, watch)
+    pairs = zip(plain.parameters(), streams.parameters(), strict=True)
+    same = all(torch.equal(one, other) for one, other in pairs)
+    whole = sum(parameter.nbytes for parameter in plain.parameters())
+    buffers = 2 * whole / num_blocks
+    counts, sizes = offload.counts, {"model_over_buffers": whole / buffers, "same_bits": float(same)}
+    report(case, watch.most / buffers, 1.0, **sizes, late_copies=counts.waits / max(1, counts.fetches))
+
+
 HALF = 4 * 256 * 256 * 8 * INTERNAL // 2  # bytes: half of what the blocks of `extra_time` save
 
 CASES = {
     **{f"sqrt_law_l{n}": (1, partial(planned, num_blocks=n)) for n in (4, 16, 64, 256)},
     "budget_brute_force": (1, brute_force),
     **{f"sqrt_measured_l{n}": (1, partial(measured, num_blocks=n)) for n in (4, 16, 64, 256)},
+    **{f"offload_two_blocks_l{n}": (1, partial(offloaded, num_blocks=n)) for n in (4, 64)},
+    "stream_model_4x_over_buffers": (1, partial(streamed, num_blocks=8)),
     "extra_time_full": (1, partial(extra_time, policy="full")),
     "extra_time_sqrt": (1, partial(extra_time, policy="sqrt")),
     "extra_time_budget_half": (1, partial(extra_time, budget_bytes=HALF)),
