@@ -12,6 +12,7 @@ from examples import meta as meta_example
 from examples import moe as moe_example
 from examples.gpt import GPT, StandardLibrary, Windows, library_files, read, split
 from examples.ledgers import main as ledgers
+from examples.memory import main as memory
 from lightning_hybrid.cli.main import main
 from lightning_hybrid.functional.traffic import pipeline_bytes
 from tests.launch import run_trainers
@@ -113,6 +114,17 @@ def test_ledgers_count_what_the_example_sends_and_keeps(tmp_path):
     assert payload == pipeline_bytes(4 * 32 * 32 * 4, num_microbatches=4, num_stages=2)
     for totals in ranks:
         assert totals["trainable"] == totals["gradients"] < totals["states"] / 2 < totals["activations"]
+
+
+def test_a_model_that_holds_less_has_the_same_bits(tmp_path, capsys):
+    outcomes = memory(str(tmp_path), 3, ["all three"])
+    plain, less = outcomes["plain"], outcomes["all three"]
+    torch.testing.assert_close(less.weights, plain.weights, rtol=0, atol=0)
+    assert less.saved < plain.saved / 4
+    assert less.parameters < plain.parameters / 4
+    assert min(less.recomputed, less.on_host) > plain.recomputed == plain.on_host == 0
+    assert capsys.readouterr().out.count(" yes ") == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"plain.png", "all three.png"}
 
 
 def late(devices):
