@@ -68,16 +68,10 @@ IS_FULL = pytest.mark.parametrize("is_full", [False, pytest.param(True, marks=py
 
 
 @IS_FULL
-def test_one_process(is_full):
-    found = outcomes("one", rows_of("one", is_full=is_full))
-    for (model, names), outcome in found.items():
-        assert outcome == found[model, ()], (model, names)
-
-
-@IS_FULL
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "one"])
-def test_two_processes(layout, is_full):
-    for found in run_trainers(2, outcomes, layout, rows_of(layout, is_full=is_full), timeout=300):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_bit_is_that_of_a_run_that_holds_everything(layout, is_full):
+    size = 1 if layout == "one" else 2
+    for found in run_trainers(size, outcomes, layout, rows_of(layout, is_full=is_full), timeout=300):
         for (model, names), outcome in found.items():
             assert outcome == found[model, ()], (model, names)
 
@@ -85,7 +79,7 @@ def test_two_processes(layout, is_full):
 @pytest.mark.filterwarnings("ignore:.*the whole is gathered at each call")
 @pytest.mark.parametrize("layout", TENSOR)
 def test_a_tensor_axis(layout):
-    rows = [("GPT", (name,)) for name in TECHNIQUES]
+    rows = [("GPT", (name,)) for name in TECHNIQUES if name != "stream"]  # which is refused there
     for found in run_trainers(2, outcomes, layout, rows, timeout=300):
         for (model, names), outcome in found.items():
             assert outcome == found[model, ()], (model, names)
