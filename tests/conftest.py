@@ -14,6 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
+
+settings.register_profile("fixed", deadline=None, derandomize=True)  # a busy machine fails no test, nor does luck
+settings.load_profile("fixed")
 
 UNAVOIDABLE = {  # environment variables that are put back without a word
     "PL_GLOBAL_SEED",  # these two by every seed_everything, which LightningCLI calls by itself

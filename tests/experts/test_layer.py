@@ -68,14 +68,14 @@ def check_equal(layer, x, **literally):
     assert layer.statistics.dropped.sum() == dropped
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(num_tokens=st.integers(0, 12), top_k=st.integers(1, EXPERTS), seed=st.integers(0, 2**16))
 def test_without_a_capacity_each_pair_counts(num_tokens, top_k, seed):
     layer = layer_of(seed=seed, top_k=top_k)
     check_equal(layer, torch.randn(num_tokens, DIM, dtype=torch.float64))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     sequences=st.integers(1, 3),
     length=st.integers(1, 6),

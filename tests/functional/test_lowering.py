@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hybrid.functional.lowering import Channel, channel_of, counterpart, lower, validate
@@ -93,7 +93,6 @@ def test_computation_has_no_channel_and_no_counterpart(function):
         function(Action(F, 0, 3))
 
 
-@settings(deadline=None)
 @given(
     p=st.integers(1, 6),
     m=st.integers(1, 12),

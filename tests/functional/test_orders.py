@@ -1,12 +1,11 @@
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from lightning_hybrid.functional.orders import batches_after, batches_of_pass, share_of
 
 
-@settings(deadline=None)
 @given(samples=st.integers(1, 20), replicas=st.integers(1, 7), shuffle=st.booleans(), drop_last=st.booleans())
 def test_shares_are_those_of_torchs_own_sampler(samples, replicas, shuffle, drop_last):
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(5)) if shuffle else range(samples)

@@ -51,7 +51,7 @@ def assert_same(assignment, expected, logits, probabilities=None):
     assert assignment.probabilities.shape == logits.shape
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(routed(), st.booleans())
 def test_top_k_is_its_equation(case, renormalize):
     logits, k, _, _ = case
@@ -60,14 +60,14 @@ def test_top_k_is_its_equation(case, renormalize):
     )
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(routed())
 def test_switch_is_the_best_expert_and_its_probability(case):
     logits = case[0]
     assert_same(routing.switch(logits), by_hand.top_k(logits, 1, renormalize=False), logits, logits.softmax(-1))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(routed(least_experts=2))
 def test_gshard_sends_to_the_second_expert_by_chance(case):
     logits, _, _, generator = case
@@ -85,7 +85,7 @@ def test_gshard_sends_to_the_second_expert_in_proportion_to_its_weight():
     assert len(routing.gshard(nearly_equal, torch.rand(1000)).tokens) == 2000
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(routed(), st.integers(1, 8))
 def test_experts_choose_their_best_tokens(case, capacity):
     logits, _, groups, _ = case
@@ -97,7 +97,7 @@ def test_experts_choose_their_best_tokens(case, capacity):
     )
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(routed(), st.booleans(), st.booleans())
 def test_a_bias_chooses_and_does_not_weigh(case, renormalize, is_sigmoid):
     logits, k, _, generator = case
@@ -109,7 +109,7 @@ def test_a_bias_chooses_and_does_not_weigh(case, renormalize, is_sigmoid):
     )
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8))
 def test_a_bias_moves_towards_the_mean_load(counts):
     bias = routing.balanced_bias(torch.zeros(len(counts)), torch.tensor(counts), 0.5)
@@ -117,7 +117,7 @@ def test_a_bias_moves_towards_the_mean_load(counts):
     assert bias.tolist() == [0.5 * ((mean > count) - (mean < count)) for count in counts]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(routed(), st.booleans())
 def test_noisy_top_k_is_its_equation(case, is_training):
     logits, k, _, generator = case
@@ -130,7 +130,7 @@ def test_noisy_top_k_is_its_equation(case, is_training):
     assert_same(found, by_hand.noisy_top_k(noisy, k), logits, noisy.softmax(-1))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(routed(), st.booleans())
 def test_importance_and_load_are_their_equations(case, is_training):
     logits, k, groups, generator = case
@@ -197,7 +197,7 @@ def test_losses_of_noisy_gates_have_finite_gradients_where_there_is_no_noise_lef
     assert noise_logits.grad is None or noise_logits.grad.isfinite().all()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(routed())
 def test_z_loss_is_the_mean_squared_log_sum(case):
     logits = case[0]
@@ -208,7 +208,7 @@ def test_z_loss_is_the_mean_squared_log_sum(case):
     assert_close(gradient(found, logits), torch.zeros_like(logits) if not len(logits) else gradient(expected, logits))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(routed(), st.integers(1, 5))
 def test_the_first_pairs_of_each_expert_and_group_stay(case, capacity):
     logits, k, groups, _ = case
@@ -234,7 +234,7 @@ def test_a_capacity_of_less_than_all_pairs_keeps_an_experts_best_tokens():
     assert torch.equal(wide.experts[kept], narrow.experts)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     st.integers(0, 100),
     st.integers(1, 9),

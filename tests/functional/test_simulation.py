@@ -1,7 +1,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hybrid.functional.lowering import lower
@@ -71,7 +71,6 @@ def test_one_micro_batch_is_the_naive_split_with_one_rank_busy_at_a_time(name, p
     assert all(before.end == after.start for before, after in pairwise(compute))
 
 
-@settings(deadline=None)
 @given(p=st.integers(1, 6), m=st.integers(1, 12), v=st.integers(1, 4), name=st.sampled_from(["gpipe", "auto"]))
 def test_simulation_agrees_with_theory_whatever_the_sizes(p, m, v, name):
     simulation = simulate(lower(choose(name, p, m, v), p * v), forward_time=1.0, backward_time=3.0)
@@ -82,7 +81,6 @@ def test_simulation_agrees_with_theory_whatever_the_sizes(p, m, v, name):
         assert simulation.bubble_ratio == (p - 1) / (v * m)
 
 
-@settings(deadline=None)
 @given(
     p=st.integers(1, 6), chunks=st.integers(2, 4), rounds=st.integers(1, 3), forward=st.sampled_from([0.5, 1.0, 4.0])
 )
@@ -93,7 +91,6 @@ def test_peak_in_flight_of_interleaving_is_its_warm_up_plus_one(p, chunks, round
     assert simulation.peak_in_flight == expected
 
 
-@settings(deadline=None)
 @given(data=st.data(), p=st.integers(1, 6), m=st.integers(1, 12), v=st.integers(1, 4))
 def test_no_program_hangs_and_none_breaks_its_dependencies_with_any_times(data, p, m, v):
     programs = lower(choose(data.draw(st.sampled_from(["gpipe", "auto"])), p, m, v), p * v)

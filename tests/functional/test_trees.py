@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
@@ -24,7 +24,6 @@ TREES = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(tree=TREES)
 def test_a_tree_is_rebuilt_from_its_leaves_with_the_same_types(tree):
     rebuilt = unflatten(*flatten(tree))
@@ -32,7 +31,6 @@ def test_a_tree_is_rebuilt_from_its_leaves_with_the_same_types(tree):
     assert repr(rebuilt) == repr(tree)  # == does not tell a named tuple from a tuple
 
 
-@settings(deadline=None)
 @given(tree=TREES)
 def test_the_description_depends_on_the_structure_only_and_is_a_key(tree):
     _, node = flatten(tree)

@@ -20,7 +20,7 @@ def test_values_pass_unchanged_and_the_loss_is_not_added_to_them():
     assert out.requires_grad
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(weight=st.sampled_from([0.0, 0.25, 1.0, 7.0]))
 def test_gradients_are_those_of_the_weighted_sum(weight):
     x, w = leaf(1.0, 2.0), leaf(3.0)

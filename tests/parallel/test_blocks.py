@@ -46,7 +46,7 @@ def test_the_list_with_most_parameters_is_found(model, lists):
     assert find_block_lists(model) == lists
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 4), st.sampled_from([1, 3, 9])), min_size=1, max_size=4),
     depth=st.integers(0, 2),

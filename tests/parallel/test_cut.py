@@ -59,7 +59,7 @@ def test_names_are_the_whole_models_in_its_order_and_shared_ones_once():
     assert cut.block_stages == {name: {i // 2} for i in range(4) for name in block_parameters(i)}
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(data=st.data(), pipeline=st.integers(1, 3), chunks=st.integers(1, 3))
 def test_over_all_ranks_each_block_parameter_is_kept_once(data, pipeline, chunks):
     sizes = [data.draw(st.integers(1, 2)) for _ in range(pipeline * chunks)]

@@ -53,7 +53,7 @@ def nested(samples):
     return {"x": x, "deep": [(x + 100,), {"y": x[:, 0]}], "mask": x > 3}
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(samples=st.integers(1, 12), parts=st.integers(1, 6))
 def test_the_parts_of_a_nested_batch_together_are_the_batch(samples, parts):
     batch = nested(samples)

@@ -26,7 +26,7 @@ from tests.launch import run_ranks
 CPU = torch.device("cpu")
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(samples=st.integers(0, 20), replicas=st.integers(1, 5), shuffle=st.booleans())
 def test_each_sample_goes_to_exactly_one_replica(samples, replicas, shuffle):
     seen = []

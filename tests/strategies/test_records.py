@@ -19,7 +19,7 @@ def number(value, dtype=torch.float32):
     return torch.tensor(value, dtype=dtype)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(pairs=st.lists(st.tuples(st.integers(-99, 99), st.integers(0, 9)), min_size=1, max_size=6))
 def test_a_mean_is_kept_as_weighted_sum_and_weight_and_the_rest_as_value_and_count(pairs):
     values, weights = [number(float(v)) for v, _ in pairs], [float(w) for _, w in pairs]

@@ -34,7 +34,7 @@ DTYPES = [torch.float64, torch.bfloat16, torch.complex64, torch.bool, torch.int6
     tensor=st.integers(1, 3),
     data=st.integers(1, 4),
 )
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_boxes_of_all_shards_cover_the_whole_once(sections, dim, tensor, data):
     split, shape = Split(dim, tuple(sections)), [4, 4]
     shape[dim] = sum(sections)
