@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 unseen = _disable_current_modes  # context for operations that no such mode is to see
+set_versions = torch._C._autograd._unsafe_set_version_counter  # what `version` gives, of all that count together
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -124,10 +125,7 @@ def loader_cycles(trainer: Trainer) -> bool:
 
 
 def forget_step(trainer: Trainer) -> None:
-    """Take back the step that Lightning is about to count, inside its `optimizer_step`: it was skipped.
-
-    Lightning counts calls, whether or not a scaler has applied them; nothing public keeps it from that.
-    """
+    """Take back the step that Lightning's `optimizer_step` is about to count, skipped or not: a scaler skipped it."""
     progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
     for count in (progress.total, progress.current):
         count.completed -= 1

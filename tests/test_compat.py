@@ -96,6 +96,13 @@ def test_fake_tensors_have_storages_without_memory():
     assert (x.untyped_storage().nbytes(), x.untyped_storage().device.type) == (2**40, "meta")
 
 
+def test_versions_are_set_of_all_that_count_together():
+    x = torch.zeros(4)
+    view, apart = x[:2].detach(), x.unsafe_chunk(2)[0]
+    compat.set_versions((x,), (3,))
+    assert [compat.version(tensor) for tensor in (x, view, apart)] == [3, 3, 0]
+
+
 def test_version_counts_writes():
     x = torch.zeros(2)
     before = compat.version(x)

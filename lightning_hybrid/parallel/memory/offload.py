@@ -60,7 +60,7 @@ class Offload:
         self.in_flight, self.copies = 0, Copies(device)
         self._device, self._policy, self._min_bytes = device, policy, max(1, min_bytes)
         self._fixed, self._hooks = FixedStorages(root), ChainedHooks(self._pack)
-        self._table: dict[tuple[int, int], Stored] = {}
+        self._table: dict[tuple[int, int], list[Stored]] = {}
         self._leaving: list[tuple[int, Stored]] = []
         self._alive = Counter[str]()
         self._active, self._number = False, 0
@@ -119,11 +119,7 @@ class Offload:
     def _pack(self, tensor: Tensor) -> Packed | None:
         if self._is_probe or in_backward() or not self._may_move(tensor):
             return None
-        key = storage_key(tensor), version(tensor)
-        stored = self._table.get(key)
-        if stored is None:
-            stored = self._table[key] = Stored(tensor, self.copies, partial(self._table.pop, key))
-        group = self._group
+        group, stored = self._group, self._stored(tensor)
         if not stored.moves and self._is_wanted(group):
             stored.move()
             self._leaving.append((group.number, stored))
@@ -134,6 +130,22 @@ class Offload:
         if stored.moves:
             self.sizes[group.name] = max(self.sizes.get(group.name, 0), group.num_bytes)
         return saved
+
+    def _stored(self, tensor: Tensor) -> Stored:
+        """That of its storage as it is now, of those that would notice writes to the tensor."""
+        key = storage_key(tensor), version(tensor)
+        same = self._table.setdefault(key, [])
+        for stored in same:
+            if stored.counts_with(tensor):
+                return stored
+        stored = Stored(tensor, self.copies, lambda: self._forget(key, stored))
+        same.append(stored)
+        return stored
+
+    def _forget(self, key: tuple[int, int], stored: Stored) -> None:
+        self._table[key].remove(stored)
+        if not self._table[key]:
+            del self._table[key]
 
     def _may_move(self, tensor: Tensor) -> bool:
         plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested

@@ -73,6 +73,17 @@ class Observer:
         self.announced = tally.announced_
 
 
+class Gated(nn.Module):
+    """Writes to chunks of one storage that count their writes each for themselves."""
+
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.gates = nn.GRU(width, width, batch_first=True)
+
+    def forward(self, x):
+        return x + self.gates(x)[0]
+
+
 @pytest.fixture
 def tally():
     tally = Tally()
@@ -114,8 +125,9 @@ def inputs():
     return torch.rand(BATCH, 6, WIDTH, generator=torch.Generator().manual_seed(3))
 
 
-def test_gradients_are_bitwise_those_of_a_plain_run_and_all_memory_is_given_up(tally):
-    net, x = Net(), inputs()
+@pytest.mark.parametrize("block", [Block, Gated])
+def test_gradients_are_bitwise_those_of_a_plain_run_and_all_memory_is_given_up(block, tally):
+    net, x = Net(block=block), inputs()
     expected = gradients(net, x)
     with Session(net) as offload:
         assert_bitwise(gradients(net, x), expected)
