@@ -31,9 +31,9 @@ MEASURED_STEPS = {"sqrt": 1, "budget": 2}
 class ActivationRecompute(Callback):
     """Drops what blocks save for backward and runs them again there, with any strategy but FSDP's and DeepSpeed's.
 
-    Gradients are those without it, to the bit: random numbers (torch's, Python's, NumPy's) are drawn again, running
-    statistics and other buffers change once, autocast stands as it did. Hooks on blocks run once, those of modules
-    inside them twice.
+    Gradients are those without it, to the bit: random numbers (torch's, Python's, NumPy's, and of generators that are
+    attributes of modules) are drawn again, buffers and attributes such as counters change once, modes and autocast
+    stand as they did. Hooks on blocks run once, those of modules inside them twice.
 
     Policies:
 

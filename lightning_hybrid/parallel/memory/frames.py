@@ -27,7 +27,7 @@ from lightning_hybrid.functional.trees import leaves_of
 from lightning_hybrid.parallel.ledgers.fates import Kept, announce
 from lightning_hybrid.parallel.memory.hooks import ChainedHooks, keep
 from lightning_hybrid.parallel.memory.inputs import Arguments, place_of
-from lightning_hybrid.parallel.memory.replay import Autocast, BufferGuard, Streams
+from lightning_hybrid.parallel.memory.replay import AttributeGuard, Autocast, BufferGuard, Streams, own_generators
 from lightning_hybrid.parallel.tensor.split_tensor import part_of
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -77,7 +77,9 @@ class Site:
     """
 
     def __init__(self, name: str, module: nn.Module, device: torch.device) -> None:
-        self.name, self.module, self.device, self.guard = name, module, device, BufferGuard(module)
+        self.name, self.module, self.device = name, module, device
+        self.buffers, self.attributes = BufferGuard(module), AttributeGuard(module)
+        self.generators = own_generators(module)
 
     @property
     def ends_early(self) -> bool:
@@ -103,8 +105,9 @@ class _Call:
 
     def __init__(self, site: Site, proceed: Callable[..., Any], arguments: Arguments) -> None:
         self.site, self.proceed, self.arguments = site, proceed, arguments
-        self.streams, self.autocast = Streams(site.device), Autocast(site.device)
+        self.streams, self.autocast = Streams(site.device, site.generators), Autocast(site.device)
         self.buffers: dict[Any, Any] = {}
+        self.attributes: list[dict[str, Any]] = []
         self.context: AbstractContextManager[Any] = nullcontext()
         self.holders: list[weakref.ref[_Holder]] = []
 
@@ -122,7 +125,8 @@ class _Call:
             stack.enter_context(self.site.gathered())
             stack.enter_context(self.streams.again())
             stack.enter_context(self.autocast.again())
-            stack.enter_context(self.site.guard.again(self.buffers))
+            stack.enter_context(self.site.attributes.again(self.attributes))
+            stack.enter_context(self.site.buffers.again(self.buffers))
             stack.enter_context(self.context)
             yield
 
@@ -177,10 +181,11 @@ class Frame:
             made.holders.append(weakref.ref(holder))
             return holder
 
-        found = site.guard.before()
+        buffers, attributes = site.buffers.before(), site.attributes.before()
         with context, ChainedHooks(pack):
             result = call()
-        made.buffers = site.guard.after(found, site.name)
+        made.buffers = site.buffers.after(buffers, site.name)
+        made.attributes = site.attributes.after(attributes)
         made.streams.finish()
         arguments.check(site.name)
         for leaf, value in enumerate(leaves_of(result)):
@@ -234,7 +239,7 @@ def mismatch(call: _Call, what: str) -> RuntimeError:
     """The error of a repetition that went another way."""
     return RuntimeError(
         f"{call.site.name} {what} for backward when its forward is repeated than it did at first. It depends on "
-        "something that has changed meanwhile, such as a counter, a cache among its arguments, or an attribute: leave "
+        "something that has changed meanwhile, such as a list that it adds to, or a cache among its arguments: leave "
         "the block out of the recomputation with blocks=[...]."
     )
 

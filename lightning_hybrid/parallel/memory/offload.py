@@ -138,7 +138,7 @@ class Offload:
         for stored in same:
             if stored.counts_with(tensor):
                 return stored
-        stored = Stored(tensor, self.copies, lambda: self._forget(key, stored))
+        stored = Stored(tensor, self.copies, partial(self._forget, key))
         same.append(stored)
         return stored
 

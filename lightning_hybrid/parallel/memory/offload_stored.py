@@ -22,10 +22,10 @@ class Stored:
     Args:
         tensor: Any view of it, as autograd saves it.
         copies: How it moves.
-        closed: Called when no graph needs it any more.
+        closed: Called with it when no graph needs it any more.
     """
 
-    def __init__(self, tensor: Tensor, copies: Copies, closed: Callable[[], object]) -> None:
+    def __init__(self, tensor: Tensor, copies: Copies, closed: Callable[[Stored], object]) -> None:
         self._copies, self._closed = copies, closed
         self._identity = StorageWeakRef(tensor.untyped_storage())  # no other storage gets it meanwhile
         # the version is that of all views, and the check that of autograd
@@ -141,4 +141,4 @@ class Stored:
             self._copies.pool.give_back(self._host)
         if self._offloaded is not None:
             self._offloaded()
-        self._closed()
+        self._closed(self)

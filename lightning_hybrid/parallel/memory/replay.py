@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,17 +17,27 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers that batch and instance norms write to past autograd's version counters; no result depends on them."""
 
 
+Generator = torch.Generator | random.Random | numpy.random.Generator
+
+
+def own_generators(module: nn.Module) -> list[Generator]:
+    """Generators that are attributes of a module or of those inside."""
+    values = [value for child in module.modules() for value in vars(child).values()]
+    return [value for value in values if isinstance(value, Generator)]
+
+
 class Streams:
     """Random states of this process, as far as something has drawn from them since.
 
     Args:
         device: Its generator counts beside the CPU's, Python's and NumPy's.
+        generators: Others that count.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, generators: Sequence[Generator] = ()) -> None:
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
-        self._device = device
-        self._states: dict[str, Any] = self._now()
+        self._device, self._generators = device, generators
+        self._states: dict[str | int, Any] = self._now()
 
     def finish(self) -> None:
         """Forget the states of streams that are still the same: nothing was drawn."""
@@ -46,15 +56,18 @@ class Streams:
         finally:
             self._set(now)
 
-    def _now(self) -> dict[str, Any]:
-        states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy.random.get_state()}
+    def _now(self) -> dict[str | int, Any]:
+        states: dict[str | int, Any] = dict(enumerate(map(_state, self._generators)))
+        states |= {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy.random.get_state()}
         if self._module is not None:
             states["device"] = self._module.get_rng_state(self._device)
         return states
 
-    def _set(self, states: dict[str, Any]) -> None:
+    def _set(self, states: dict[str | int, Any]) -> None:
         for name, state in states.items():
-            if name == "torch":
+            if isinstance(name, int):
+                _set_state(self._generators[name], state)
+            elif name == "torch":
                 torch.set_rng_state(state)
             elif name == "python":
                 random.setstate(state)
@@ -64,30 +77,104 @@ class Streams:
                 self._module.set_rng_state(state, self._device)
 
 
+def _state(generator: Generator) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
+
+
+def _set_state(generator: Generator, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.bit_generator.state = state
+
+
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
         return torch.equal(a, b)
-    if len(a) == 5:  # NumPy's
+    if isinstance(a, dict):  # of NumPy's generators, some with arrays
+        return all(_equal(value, b[name]) for name, value in a.items())
+    if isinstance(a, numpy.ndarray):
+        return bool(numpy.array_equal(a, b))
+    if isinstance(a, tuple) and len(a) == 5:  # NumPy's own stream
         return bool(numpy.array_equal(a[1], b[1])) and a[2:] == b[2:]
     return bool(a == b)
 
 
 class Autocast:
-    """How autocast stands, for the CPU and for a device."""
+    """How autocast stands, for the CPU and for a device, and the type of new tensors, which "bf16-true" sets."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cache = torch.is_autocast_cache_enabled()
+        self._cache, self._dtype = torch.is_autocast_cache_enabled(), torch.get_default_dtype()
         self._states = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {"cpu", device.type}
         ]
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Context in which it stands like that."""
+        """Context in which they stand like that."""
         with ExitStack() as stack:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self._dtype)
             for kind, enabled, dtype in self._states:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, self._cache))
             yield
+
+
+PLAIN = (int, float, complex, str, bytes, type(None))
+ABSENT = object()
+
+
+class AttributeGuard:
+    """Attributes of a module and of those inside: a repetition finds them as the first run did, and changes none.
+
+    That holds for plain values, such as modes and counters, and for whatever the first run binds anew.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._spaces = [vars(child) for child in module.modules()]
+
+    def before(self) -> list[dict[str, Any]]:
+        """What a run finds."""
+        return [dict(space) for space in self._spaces]
+
+    def after(self, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What a repetition must find; tensors without their graphs."""
+        old = []
+        for space, names in zip(self._spaces, found, strict=True):
+            kept = {
+                name: value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+                for name, value in names.items()
+                if isinstance(value, PLAIN) or space.get(name, ABSENT) is not value
+            }
+            old.append(kept | dict.fromkeys(space.keys() - names.keys(), ABSENT))
+        return old
+
+    @contextmanager
+    def again(self, old: list[dict[str, Any]]) -> Iterator[None]:
+        """Context in which they are as they were."""
+        now = self.before()
+        for space, names in zip(self._spaces, old, strict=True):
+            _bind(space, names)
+        try:
+            yield
+        finally:
+            for space, names in zip(self._spaces, now, strict=True):
+                _bind(space, names | dict.fromkeys(space.keys() - names.keys(), ABSENT))
+
+
+def _bind(space: dict[str, Any], names: dict[str, Any]) -> None:
+    for name, value in names.items():
+        if value is ABSENT:
+            space.pop(name, None)
+        elif space.get(name, ABSENT) is not value:
+            space[name] = value
 
 
 Buffer = tuple[nn.Module, str]

@@ -63,10 +63,10 @@ def check_same(make, x=None, segments=None, contexts=None):
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), []
 
     def forward(self, x):
-        self.calls += 1
+        self.calls.append(torch.is_grad_enabled())
         return x + F.dropout(torch.tanh(self.linear(x)), 0.3)
 
 
@@ -97,6 +97,24 @@ class Averaging(Layer):
 
 class Replacing(Averaging):
     replaces = True
+
+
+class Stateful(Layer):
+    """Counts, remembers, and draws from generators of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps, self.state = 0, torch.ones(WIDTH)
+        self.streams = nn.Module()
+        self.streams.torch, self.streams.python = torch.Generator().manual_seed(1), random.Random(1)
+        self.streams.numpy = numpy.random.default_rng(1)
+
+    def forward(self, x):
+        self.steps += 1
+        x = super().forward(x) * self.state / self.steps
+        self.state = x.detach().sigmoid().mean(0)
+        draws = self.streams.python.random() + self.streams.numpy.random()
+        return x * torch.rand(WIDTH, generator=self.streams.torch) * draws + self.state
 
 
 class Normed(Layer):
@@ -130,7 +148,9 @@ SEGMENTS = {"each": None, "pairs": [0, 0, 2, 2, 4], "all": [0] * 5, "some": [Non
 
 @pytest.mark.parametrize("segments", SEGMENTS)
 @pytest.mark.parametrize(
-    "layer", [Layer, Drawing, Averaging, Replacing, Normed, Spectral, Checkpointed, Reentrant], ids=lambda c: c.__name__
+    "layer",
+    [Layer, Drawing, Averaging, Replacing, Stateful, Normed, Spectral, Checkpointed, Reentrant],
+    ids=lambda c: c.__name__,
 )
 def test_every_bit_is_that_of_the_run_that_keeps_everything(layer, segments):
     check_same(lambda: Net(layer() for _ in range(5)), segments=SEGMENTS[segments])
@@ -182,6 +202,38 @@ def test_autocast_stands_in_the_repetition_as_it_did():
     check_same(lambda: Cast(Layer() for _ in range(5)), segments=SEGMENTS["pairs"])
 
 
+def test_new_tensors_have_the_type_that_they_had():
+    class Scaled(Layer):
+        def forward(self, x):
+            return super().forward(x) * torch.tensor(0.3).cos() * torch.tensor(0.1)
+
+    class True16(Net):
+        def forward(self, x):
+            torch.set_default_dtype(torch.bfloat16)
+            try:
+                return super().forward(x)
+            finally:
+                torch.set_default_dtype(torch.float32)
+
+    check_same(lambda: True16(Scaled() for _ in range(5)).bfloat16(), torch.randn(5, WIDTH).bfloat16())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_modes_are_those_of_the_forward_and_state_is_left_as_it_is(training):
+    found = []
+    for wrap in (lambda net: net, lambda net: recomputed(net, [0, 0])):
+        torch.manual_seed(0)
+        net = wrap(Net([Normed(), Stateful()])).train(training)
+        loss = net(torch.randn(5, WIDTH)).square().sum()
+        net.train(not training)
+        block, state = net.blocks[1], net.blocks[1].state
+        loss.backward()
+        assert block.state is state
+        assert (block.steps, block.training) == (1, not training)
+        found.append([*(p.grad for p in net.parameters()), *net.buffers()])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 def kept_bytes(net, x):
     """Bytes of arguments of frames that hooks outside see, and whatever else is saved."""
     seen = {}
@@ -204,7 +256,7 @@ def test_a_segment_keeps_its_first_argument_alone_and_runs_once_more():
         kept, result = kept_bytes(net, x.requires_grad_())
         assert kept == number * size
         result.sum().backward()
-        assert [block.calls for block in net.blocks] == [2] * 5
+        assert [len(block.calls) for block in net.blocks] == [2] * 5
     plain = Net(Layer() for _ in range(5))
     assert kept_bytes(plain, x)[0] > 10 * size
 
@@ -246,22 +298,22 @@ def test_nothing_is_kept_without_gradients_and_a_frozen_block_works():
     net = recomputed(Net(Layer() for _ in range(3)))
     with torch.no_grad():
         net(torch.randn(2, WIDTH))
-    assert [block.calls for block in net.blocks] == [1] * 3
+    assert [len(block.calls) for block in net.blocks] == [1] * 3
     net.requires_grad_(False)
     net.blocks[2].requires_grad_(True)
     net(torch.randn(2, WIDTH)).sum().backward()
-    assert [block.calls for block in net.blocks] == [2, 2, 3]
+    assert [len(block.calls) for block in net.blocks] == [2, 2, 3]
 
 
 class Counting(Layer):
     def forward(self, x):
         result = super().forward(x)
-        return result.exp() if self.calls > 1 else result
+        return result.exp() if len(self.calls) > 1 else result
 
 
 class Wider(Layer):
     def forward(self, x):
-        return super().forward(x.repeat(self.calls + 1, 1)).sum() + x
+        return super().forward(x.repeat(len(self.calls) + 1, 1)).sum() + x
 
 
 class Writing(Layer):
@@ -272,7 +324,7 @@ class Writing(Layer):
 class Shrinking(Counting):
     def forward(self, x):
         result = Layer.forward(self, x)
-        return result if self.calls > 1 else result.exp()
+        return result if len(self.calls) > 1 else result.exp()
 
 
 class Late(Averaging):
