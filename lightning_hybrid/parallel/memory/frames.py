@@ -226,13 +226,28 @@ class Frame:
 
         result = None
         try:
-            with call.again(), ChainedHooks(pack):
+            with _explained(call), call.again(), ChainedHooks(pack):
                 result = call.proceed(*args, **kwargs)
         except _Enough as enough:
             clear_frames(enough.__traceback__)  # they hold tensors, and contexts that the exception left hold it
         if made < (needed if ends_early else len(call.holders)):
             raise mismatch(call, "saves fewer tensors")
         return result
+
+
+@contextmanager
+def _explained(call: _Call) -> Iterator[None]:
+    """Context in which errors of torch's selective checkpoint say what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "selective activation checkpoint" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{call.site.name}, with policy='selective': {str(error).rstrip('.')}. Nobody may write to kept results in "
+            "place, and a graph runs backward once, without a gradient of a gradient. Choose policy='full', or leave "
+            "the block out of the recomputation with blocks=[...]."
+        ) from error
 
 
 def mismatch(call: _Call, what: str) -> RuntimeError:

@@ -33,6 +33,8 @@ DROPOUT = {
     "aten._scaled_dot_product_cudnn_attention": 5,
 }
 """Position of the probability of dropping. What draws random numbers must run again, or later draws would differ."""
+UNCOUNTED = frozenset({"aten.unsafe_split", "aten.unsafe_split_with_sizes", "aten.unsafe_chunk"})
+"""Writes to their results do not count as writes to what they split, which may be kept."""
 _depth = 0
 
 
@@ -76,6 +78,12 @@ class Selective:
 
     def _policy(self, kept: list[Release], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = str(getattr(operation, "overloadpacket", operation))
+        if name in UNCOUNTED:
+            raise RuntimeError(
+                f"A block calls {name}, as nn.GRU and nn.LSTM do on CPUs, to write to parts of a result, and "
+                "policy='selective' would not see that a result which it keeps has changed. Choose policy='full', or "
+                "leave such blocks out of the recomputation with blocks=[...]."
+            )
         if name not in self._names or _draws(name, args, kwargs):
             return CheckpointPolicy.PREFER_RECOMPUTE
         if not context.is_recompute:

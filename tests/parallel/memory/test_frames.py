@@ -350,6 +350,40 @@ def test_what_cannot_be_repeated_is_an_error_that_names_the_block(layer, message
         net(x).sum().backward()
 
 
+class Rectified(Layer):
+    def forward(self, x):
+        return self.linear(x).relu_()
+
+
+class Gated(Layer):
+    def __init__(self):
+        super().__init__()
+        self.gates = nn.GRU(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.gates(x)[0]
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (Rectified, r"blocks.1, with policy='selective': .* mutated. Nobody may write to kept results in place"),
+        (Layer, r"blocks.1, with policy='selective': .* backward an extra time.*a graph runs backward once"),
+        (Gated, r"A block calls aten.unsafe_split, as nn.GRU and nn.LSTM do on CPUs"),
+    ],
+)
+def test_what_kept_products_cannot_do_is_an_error_with_a_way_out(layer, message):
+    net = recomputed(Net([layer(), layer()]), contexts=Selective())
+
+    def run():
+        loss = net(torch.randn(5, WIDTH)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    with pytest.raises(RuntimeError, match=message):
+        run()
+
+
 def test_a_buffer_that_changes_late_is_an_error():
     net = recomputed(Net([Late()]))
     x = torch.randn(5, WIDTH)
