@@ -165,9 +165,13 @@ class ActivationRecompute(Callback):
         """Make a plan, the same on all ranks that run the same blocks; they call it together."""
         names = [site.name for site in self._recomputation.sites]
         measured = {name: cost for name, cost in zip(names, meter.costs, strict=True) if cost is not None}
-        everyone = over_ranks((measured, meter.in_flight))
-        self.costs = {name: _agreed([costs.get(name) for costs, _ in everyone]) for name in measured}
-        in_flight = max(number for costs, number in everyone if costs.keys() & measured.keys())
+        # a replica may have skipped a block that another has run, and a rank may have none of the blocks
+        peers = [
+            (costs, number) for costs, number in over_ranks((measured, meter.in_flight)) if costs.keys() & measured
+        ]
+        found = {name: merged([costs.get(name) for costs, _ in peers]) for name in names}
+        self.costs = {name: cost for name, cost in found.items() if cost is not None}
+        in_flight = max((number for _, number in peers), default=1)
         costs, error = list(self.costs.values()), ""
         starts = self._starts(trainer, list(self.costs))
         try:
@@ -213,13 +217,6 @@ class ActivationRecompute(Callback):
         for remove in self._remove:
             remove()
         self._remove, self._meter, self._partition = [], None, None
-
-
-def _agreed(costs: Sequence[BlockCost | None]) -> BlockCost:
-    """Of several ranks' measurements the most bytes, and the least time."""
-    found = merged(costs)
-    assert found is not None
-    return found
 
 
 def _no_axis(trainer: Trainer) -> ValueError:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
@@ -119,6 +120,35 @@ def test_a_budget_is_kept_to_by_a_plan_that_is_shown(capsys):
         fit(ActivationRecompute(budget_bytes=least - 1))
 
 
+class Biased(Early):
+    """Adds what all blocks get: a tensor that no operation saves."""
+
+    def forward(self, x, bias):
+        return super().forward(x) + bias.sum(0)
+
+
+class Sharing(Net):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Biased() for _ in range(self.depth))
+
+    def training_step(self, batch, batch_idx):
+        x, bias = self.inlet(batch), torch.rand(20, BATCH, WIDTH)
+        for block in self.blocks:
+            x = block(x, bias)
+        return x.square().mean()
+
+
+def test_what_all_blocks_get_is_in_the_budget_whichever_are_recomputed():
+    with pytest.raises(ValueError, match="take at least") as refusal:
+        fit(ActivationRecompute(budget_bytes=1), Sharing())
+    least = int(re.search(r"Allow (\d+)", str(refusal.value))[1])
+    for budget in (least, least + 4 * ROW):
+        callback, memory = fit(ActivationRecompute(budget_bytes=budget), Sharing())
+        assert any(segment.recomputed for segment in callback.plan)
+        assert 20 * ROW < in_blocks(memory.activations) <= budget
+
+
 def test_selective_recomputation_keeps_products():
     _, everything = fit(ActivationRecompute("selective"))
     # of each block its argument and both products; in backward the two activations of one block besides
@@ -204,8 +234,58 @@ def partitioned():
     return found
 
 
-def test_arguments_are_dealt_out_over_the_tensor_axis_in_one_piece_of_memory():
-    for (plain, none, _), (shared, slots, pieces) in run_trainers(2, partitioned):
+class Skipping(Net):
+    """Rank 1 leaves a block out in the first step."""
+
+    def training_step(self, batch, batch_idx):
+        x = self.inlet(batch)
+        for number, block in enumerate(self.blocks):
+            if (batch_idx, number, dist.get_rank()) != (0, 4, 1):
+                x = block(x)
+        return x.square().mean()
+
+
+class Lists(Net):
+    """A pipeline puts one list on each rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.others = nn.ModuleList(Early() for _ in range(self.depth))
+
+    def training_step(self, batch, batch_idx):
+        x = self.inlet(batch)
+        for block in [*self.blocks, *self.others]:
+            x = block(x)
+        return x.square().mean()
+
+
+def plans():
+    """Of replicas that call different blocks; of a pipeline, one rank of which has none of the blocks."""
+    skipping, lists = ActivationRecompute("sqrt"), ActivationRecompute("sqrt", blocks="blocks")
+    fit(skipping, Skipping(), "ddp_find_unused_parameters_true")
+    fit(lists, Lists(), hybrid(2, microbatches=2))
+    return skipping.plan, lists.plan
+
+
+def on_two_ranks():
+    return partitioned(), plans()
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    return run_trainers(2, on_two_ranks)
+
+
+def test_ranks_make_the_same_plan_and_need_no_block(two_ranks):
+    (skipping, first), (same, second) = (plans for _, plans in two_ranks)
+    assert skipping == same
+    assert skipping[-1].stop == 9
+    assert first[-1].stop == 9
+    assert second == []
+
+
+def test_arguments_are_dealt_out_over_the_tensor_axis_in_one_piece_of_memory(two_ranks):
+    for ((plain, none, _), (shared, slots, pieces)), _ in two_ranks:
         assert none == []
         assert slots == [12 * ROW // 2] * 4  # half of each block's argument
         assert pieces == [1] * 4
