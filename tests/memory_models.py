@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import T5Config, T5ForConditionalGeneration
 
-from examples import gpt
+from examples import gpt, moe
 from tests.small import trainer_of
 
 STEPS, BATCH, LENGTH = 3, 4, 8
@@ -92,7 +92,16 @@ class T5(LightningModule):
         return list(torch.randint(1, 24, (STEPS, BATCH, LENGTH + 5)))
 
 
+class Experts(GPT):
+    """Blocks with experts, which ZeRO gathers apart from their block."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(moe.MoEBlock(16, 2, num_experts=4, top_k=2) for _ in range(3))
+
+
 MODELS = {model.__name__: model for model in (GPT, ResNet, T5)}
+OTHERS = {"Experts": Experts}
 
 
 class Bits(Callback):
@@ -124,7 +133,7 @@ def bits(model, callbacks=(), strategy="auto", **options):
     torch.manual_seed(1)
     random.seed(1)
     numpy.random.seed(1)
-    module = MODELS[model]()
+    module = (MODELS | OTHERS)[model]()
     watch = Bits()
     data = DataLoader(module.batches(), batch_size=None)
     trainer_of(strategy, callbacks=[*callbacks, watch], limit_val_batches=0, **options).fit(module, data)

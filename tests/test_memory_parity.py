@@ -31,6 +31,7 @@ LAYOUTS = {
     "chunks": lambda: hybrid(2, chunks=2, microbatches=2),
     "zero3": lambda: hybrid(1, microbatches=2, zero_stage=3),
 }
+EXPERTS = {"experts": lambda: hybrid(1, microbatches=2, zero_stage=3, expert_parallel_size=2)}
 TENSOR = {
     "whole": lambda: hybrid(1, tensor_parallel_size=2),
     "sequence": lambda: hybrid(1, tensor_parallel_size=2, sequence_parallel=True),
@@ -48,7 +49,7 @@ def outcomes(layout, rows):
     """Of each row, a model and names of techniques, what a fit leaves; and of each model without any."""
     found = {}
     for model, names in [*((model, ()) for model in {model for model, _ in rows}), *rows]:
-        found[model, names] = bits(model, callbacks_of(names), {**LAYOUTS, **TENSOR}[layout]())
+        found[model, names] = bits(model, callbacks_of(names), {**LAYOUTS, **TENSOR, **EXPERTS}[layout]())
     return found
 
 
@@ -81,5 +82,12 @@ def test_every_bit_is_that_of_a_run_that_holds_everything(layout, is_full):
 def test_a_tensor_axis(layout):
     rows = [("GPT", (name,)) for name in TECHNIQUES if name != "stream"]  # which is refused there
     for found in run_trainers(2, outcomes, layout, rows, timeout=300):
+        for (model, names), outcome in found.items():
+            assert outcome == found[model, ()], (model, names)
+
+
+def test_units_of_zero_within_a_block():
+    rows = [("Experts", (name,)) for name in ("full", "sqrt", "selective")]
+    for found in run_trainers(2, outcomes, "experts", rows):
         for (model, names), outcome in found.items():
             assert outcome == found[model, ()], (model, names)

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from typing_extensions import Self, override
 
+from lightning_hybrid.compat import TorchDispatchMode
 from lightning_hybrid.functional.trees import leaves_of
 from lightning_hybrid.parallel.ledgers.fates import Release, announce
 
@@ -72,24 +74,66 @@ class Selective:
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """See `frames.Contexts`."""
         kept: list[Release] = []
-        first, again = create_selective_checkpoint_contexts(partial(self._policy, kept))
+        first, again = (self._only(m) for m in create_selective_checkpoint_contexts(partial(self._policy, kept)))
         weakref.finalize(again, _release, kept).atexit = False
         return _keeping(first), again
 
+    def _only(self, mode: Any) -> _Only:
+        return _Only(mode, self._names)
+
     def _policy(self, kept: list[Release], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        name = str(getattr(operation, "overloadpacket", operation))
+        if _draws(_name(operation), args, kwargs):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if not context.is_recompute:
+            results = leaves_of(getattr(context, "op_output", None))  # since torch 2.13; ledgers miss them before
+            kept += [announce(result, "kept") for result in results if isinstance(result, Tensor)]
+        return CheckpointPolicy.MUST_SAVE
+
+
+class _Only(TorchDispatchMode):
+    """Shows one of torch's contexts the operations whose results may be kept, and no others.
+
+    It numbers all that it sees, and `fully_shard` inside a block runs others in the repetition than it did at first.
+
+    Args:
+        mode: The context.
+        names: Of the operations.
+    """
+
+    def __init__(self, mode: Any, names: Collection[str]) -> None:
+        super().__init__()
+        self._mode, self._names = mode, names
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As the context's."""
+        return True
+
+    @override
+    def __enter__(self) -> Self:
+        with self._mode:  # which numbers from 0 again
+            pass
+        super().__enter__()
+        return self
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = _name(func)
         if name in UNCOUNTED:
             raise RuntimeError(
                 f"A block calls {name}, as nn.GRU and nn.LSTM do on CPUs, to write to parts of a result, and "
                 "policy='selective' would not see that a result which it keeps has changed. Choose policy='full', or "
                 "leave such blocks out of the recomputation with blocks=[...]."
             )
-        if name not in self._names or _draws(name, args, kwargs):
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        if not context.is_recompute:
-            results = leaves_of(getattr(context, "op_output", None))  # since torch 2.13; ledgers miss them before
-            kept += [announce(result, "kept") for result in results if isinstance(result, Tensor)]
-        return CheckpointPolicy.MUST_SAVE
+        if name in self._names:
+            return self._mode.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def _name(operation: Any) -> str:
+    return str(getattr(operation, "overloadpacket", operation))
 
 
 def _draws(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
