@@ -27,36 +27,44 @@ Size = tuple[torch.device, torch.dtype, int]
 
 
 class ContiguousBuffers:
-    """Slots of equal sizes that come back; once it is known how many are in use together, they lie side by side."""
+    """Slots that come back by size; once it is known how many are in use together, they lie side by side.
+
+    What is asked for beyond those, as by a batch of another shape, is new memory each time, so that none piles up.
+    """
 
     def __init__(self) -> None:
         self._free: defaultdict[Size, list[Tensor]] = defaultdict(list)
         self._used, self._most = Counter[Size](), Counter[Size]()
-        self._is_settled = False
+        self._pieces = set[int]()  # storages of what lies side by side; empty until it does
 
     def take(self, device: torch.device, dtype: torch.dtype, number: int) -> Tensor:
         """A flat tensor, to be given back by `give`."""
         size = device, dtype, number
-        self._used[size] += 1
-        self._most[size] = max(self._most[size], self._used[size])
-        return self._free[size].pop() if self._free[size] else torch.empty(number, device=device, dtype=dtype)
+        if not self._pieces:
+            self._used[size] += 1
+            self._most[size] = max(self._most[size], self._used[size])
+        free = self._free.get(size)
+        return free.pop() if free else torch.empty(number, device=device, dtype=dtype)
 
     def give(self, slot: Tensor) -> None:
         """Take a slot back."""
         size = slot.device, slot.dtype, slot.numel()
-        self._used[size] -= 1
-        self._free[size].append(slot)
+        if not self._pieces:
+            self._used[size] -= 1
+        if not self._pieces or storage_key(slot) in self._pieces:
+            self._free[size].append(slot)
 
     def settle(self) -> None:
         """After a first step: put all slots into one piece of memory for each type."""
-        if self._is_settled or any(self._used.values()) or not self._most:
+        if self._pieces or any(self._used.values()) or not self._most:
             return
-        self._is_settled = True
         self._free.clear()
         for device, dtype in {(device, dtype) for device, dtype, _ in self._most}:
             mine = {size: most for size, most in self._most.items() if size[:2] == (device, dtype)}
             numbers = [size[2] for size, most in mine.items() for _ in range(most)]
-            for slot in torch.empty(sum(numbers), device=device, dtype=dtype).split(numbers):
+            piece = torch.empty(sum(numbers), device=device, dtype=dtype)
+            self._pieces.add(storage_key(piece))
+            for slot in piece.split(numbers):
                 self._free[device, dtype, slot.numel()].append(slot)
 
 
