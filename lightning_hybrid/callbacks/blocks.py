@@ -25,5 +25,8 @@ def choose_blocks(
     """
     found: Sequence[str] | None = getattr(trainer.strategy, "block_names", None)
     if lists is not None or found is None:
-        found = block_names(pl_module, find_block_lists(pl_module, lists))
-    return {name: pl_module.get_submodule(name) for name in found}
+        found = block_names(pl_module, find_block_lists(pl_module, lists), shared=True)
+    names: dict[nn.Module, str] = {}
+    for name in found:
+        names.setdefault(pl_module.get_submodule(name), name)  # a shared one by its first name
+    return {name: module for module, name in names.items()}

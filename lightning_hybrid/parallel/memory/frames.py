@@ -90,7 +90,7 @@ class Site:
     def gathered(self) -> Iterator[None]:
         """Context in which the module has whole parameters, as it does in its own backward pass anyway."""
         module = self.module
-        if not isinstance(module, FSDPModule) or not any(isinstance(p, DTensor) for p in _parameters(module)):
+        if not isinstance(module, FSDPModule) or not any(isinstance(p, DTensor) for p in _unit_parameters(module)):
             yield
             return
         module.unshard()
@@ -100,12 +100,12 @@ class Site:
             module.reshard()
 
 
-def _parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Those that `fully_shard` gathers with a module: without those of others of its modules inside."""
-    yield from module.parameters(recurse=False)
-    for child in module.children():
+def _unit_parameters(unit: nn.Module) -> Iterator[nn.Parameter]:
+    """Those that `fully_shard` gathers with a module: without those of units inside, which gather their own."""
+    yield from unit.parameters(recurse=False)
+    for child in unit.children():
         if not isinstance(child, FSDPModule):
-            yield from _parameters(child)
+            yield from _unit_parameters(child)
 
 
 class _Call:

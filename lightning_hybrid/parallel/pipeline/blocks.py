@@ -46,17 +46,22 @@ def find_block_lists(root: nn.Module, pipeline_layers: str | Sequence[str] | Non
     return [name for name in sizes if name in chosen]
 
 
-def block_names(root: nn.Module, lists: Sequence[str]) -> list[str]:
+def block_names(root: nn.Module, lists: Sequence[str], *, shared: bool = False) -> list[str]:
     """Dotted names of all blocks, in order.
 
+    Args:
+        root: The whole model.
+        lists: Names of the lists whose elements they are.
+        shared: Whether a module may stand at several positions of a list; it is named once.
+
     Raises:
-        ValueError: If one module stands at two positions.
+        ValueError: If one module stands at two positions, where it may not.
     """
     names = []
     for list_name in lists:
         container = root.get_submodule(list_name)
         children = [name for name, _ in container.named_children()]  # names a shared module once
-        if len(children) != len(container):  # type: ignore[arg-type]
+        if not shared and len(children) != len(container):  # type: ignore[arg-type]
             raise ValueError(
                 f"{list_name} holds one module at several positions; the pipeline needs one module for each."
             )

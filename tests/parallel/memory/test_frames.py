@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid.parallel.memory.calls import Order, surround
@@ -14,6 +16,7 @@ from lightning_hybrid.parallel.memory.frames import Site
 from lightning_hybrid.parallel.memory.hooks import ChainedHooks, keep
 from lightning_hybrid.parallel.memory.recompute import Recomputation
 from lightning_hybrid.parallel.memory.selective import Selective
+from tests.launch import run_ranks
 
 WIDTH = 6
 
@@ -232,6 +235,39 @@ def test_modes_are_those_of_the_forward_and_state_is_left_as_it_is(training):
         assert (block.steps, block.training) == (1, not training)
         found.append([*(p.grad for p in net.parameters()), *net.buffers()])
     torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+class Outer(Layer):
+    """A part of it is sharded for itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = Layer()
+
+    def forward(self, x):
+        return super().forward(self.part(x)).sin() @ self.linear.weight
+
+
+def shards_within_shards():
+    def sharded():
+        net = Net(Outer() for _ in range(3))
+        mesh = init_device_mesh("cpu", (1,))
+        for block in net.blocks:
+            fully_shard(block.part, mesh=mesh)
+            fully_shard(block, mesh=mesh)
+        return fully_shard(net, mesh=mesh)
+
+    found = []
+    for wrap in (lambda net: net, recomputed, lambda net: recomputed(net, [0, 0, 2])):
+        torch.manual_seed(0)
+        net = wrap(sharded())
+        net(torch.ones(5, WIDTH)).square().sum().backward()
+        found.append([p.grad.to_local() for p in net.parameters()])
+    torch.testing.assert_close(found[1:], found[:1] * 2, rtol=0, atol=0)
+
+
+def test_units_within_a_sharded_block_leave_it_whole_for_its_backward_pass():
+    run_ranks(1, shards_within_shards)
 
 
 def kept_bytes(net, x):
