@@ -125,7 +125,7 @@ def test_one_process(model, kind):
     counts = offload.counts
     assert counts.accesses == counts.hits + counts.fetches
     first = counts.waits
-    assert 0 < first <= counts.accesses / 3  # of three batches the first waits alone
+    assert 0 < first <= counts.accesses / 3 + 2  # of three batches the first; the others for one unit
     assert counts.prefetched == counts.fetches - first
 
 

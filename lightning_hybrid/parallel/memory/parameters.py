@@ -111,7 +111,7 @@ class ParameterStreaming:
         return self.buffers.num_bytes + sum(p.numel() * p.element_size() for p in self.resident)
 
     def begin(self, kind: str) -> None:
-        """A batch begins: what is expected now is fetched.
+        """A batch begins: what was copied for the last one does not count.
 
         Args:
             kind: Batches of one kind read units in the same order.

@@ -88,10 +88,12 @@ class Buffers:
         return None if storage is None else self._by_storage.get(storage)
 
     def begin(self, kind: str) -> None:
-        """A new iteration: whatever has been written to parameters meanwhile, copies from before do not count."""
+        """A new iteration: whatever has been written to parameters meanwhile, copies from before do not count.
+
+        None is made before the first access: hooks and the step's first lines may still write, past any version.
+        """
         self.order.begin(kind)
         self.invalidate()
-        self._prefetch()
 
     def invalidate(self) -> None:
         """Parameters have changed on the host, perhaps in a way that no version tells."""
