@@ -46,6 +46,7 @@ class _Holder:
     def __init__(self, frame: Frame, tensor: Tensor) -> None:
         self._frame, self._about = frame, (tensor.shape, tensor.dtype)
         self.tensor: Tensor | None = None
+        self.first: Kept | None = keep(tensor)  # until the call ends, which may run a backward pass of its own
         self._release = announce(tensor, "recomputed")
 
     def __del__(self) -> None:
@@ -53,6 +54,8 @@ class _Holder:
 
     def unpack(self) -> Tensor:
         """The tensor; the next time it is made again."""
+        if self.first is not None:
+            return self.first.unpack()
         if self.tensor is None:
             self._frame.repeat()
         tensor, self.tensor = self.tensor, None
@@ -125,6 +128,12 @@ class _Call:
         alive = (number for number in range(len(self.holders), 0, -1) if self.holders[number - 1]() is not None)
         return next(alive, 0)
 
+    def end(self) -> None:
+        """The first run is over: drop what it has saved."""
+        for holder in (reference() for reference in self.holders):
+            if holder is not None:
+                holder.first = None
+
     @contextmanager
     def again(self) -> Iterator[None]:
         """Context in which everything is as the forward found it."""
@@ -190,8 +199,11 @@ class Frame:
             return holder
 
         buffers, attributes = site.buffers.before(), site.attributes.before()
-        with context, ChainedHooks(pack):
-            result = call()
+        try:
+            with context, ChainedHooks(pack):
+                result = call()
+        finally:
+            made.end()
         made.buffers = site.buffers.after(buffers, site.name)
         made.attributes = site.attributes.after(attributes)
         made.streams.finish()

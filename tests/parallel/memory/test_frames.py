@@ -120,6 +120,15 @@ class Stateful(Layer):
         return x * torch.rand(WIDTH, generator=self.streams.torch) * draws + self.state
 
 
+class Descending(Layer):
+    """Runs a backward pass of its own, as models do that take forces from energies."""
+
+    def forward(self, x):
+        place = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.linear(place).tanh().square().sum(), place, create_graph=True)
+        return super().forward(x) + slope
+
+
 class Normed(Layer):
     def __init__(self):
         super().__init__()
@@ -152,7 +161,7 @@ SEGMENTS = {"each": None, "pairs": [0, 0, 2, 2, 4], "all": [0] * 5, "some": [Non
 @pytest.mark.parametrize("segments", SEGMENTS)
 @pytest.mark.parametrize(
     "layer",
-    [Layer, Drawing, Averaging, Replacing, Stateful, Normed, Spectral, Checkpointed, Reentrant],
+    [Layer, Drawing, Averaging, Replacing, Stateful, Descending, Normed, Spectral, Checkpointed, Reentrant],
     ids=lambda c: c.__name__,
 )
 def test_every_bit_is_that_of_the_run_that_keeps_everything(layer, segments):
