@@ -11,6 +11,7 @@ from enum import IntEnum
 from functools import partial, update_wrapper
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from lightning_hybrid.compat import COMPILED_CALL, is_compiled
@@ -42,10 +43,17 @@ class _Surrounded:
         update_wrapper(self, inner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # code around the module, whose graph breaks here
+            return self._call_uncompiled(*args, **kwargs)
+        return self._call(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         call = self.inner
         for order in sorted(self.layers, reverse=True):
             call = partial(_enter, self.layers[order], call)
         return call(*args, **kwargs)
+
+    _call_uncompiled: Any = torch.compiler.disable(_call)
 
     def __reduce__(self) -> Any:
         return _plain, (self.inner,)  # copies of the module, and pickled ones, have its own forward
