@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.compat import is_compiled, own_parameters, version
+from lightning_hybrid.parallel.memory.partitioned import is_dense
 from lightning_hybrid.parallel.pipeline.cut import ancestors_of, outside_modules
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # nobody calls them
@@ -95,17 +96,7 @@ def is_streamable(parameter: Tensor) -> bool:
         return False
     if parameter.layout is not torch.strided or not parameter.numel() or parameter.device.type != "cpu":
         return False
-    return parameter.is_contiguous() or _is_dense(parameter)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill its memory, each once; asked without an operation that a dispatch mode would see."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    return is_dense(parameter)
 
 
 def choose_units(root: nn.Module, blocks: Iterable[str], hosts: Mapping[int, nn.Parameter]) -> list[Unit]:

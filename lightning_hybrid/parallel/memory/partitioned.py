@@ -127,7 +127,7 @@ class Partition:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether each place of a tensor's piece of memory is one element of it."""
+    """Whether each place of a tensor's piece of memory is one element of it; no dispatch mode sees the question."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return False
     expected = 1
