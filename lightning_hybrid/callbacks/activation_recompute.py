@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from rich.table import Table
 from typing_extensions import override
 
+from lightning_hybrid.callbacks.activation_offload import ActivationOffload
 from lightning_hybrid.callbacks.blocks import choose_blocks
 from lightning_hybrid.callbacks.reports import show
 from lightning_hybrid.functional.recomputation import cheapest_segments, square_root_segments
@@ -102,6 +103,11 @@ class ActivationRecompute(Callback):
             raise ValueError(
                 f"ActivationRecompute cannot run blocks again under {type(trainer.strategy).__name__}, whose hooks on "
                 "modules gather parameters. Use that strategy's own activation checkpointing, or hybrid_zero3."
+            )
+        if self.partition_over_tensor_axis and any(isinstance(callback, ActivationOffload) for callback in callbacks):
+            raise ValueError(
+                "partition_over_tensor_axis=True keeps parts of arguments on the device, and ActivationOffload moves whole "
+                "arguments to the host: together the device would hold more. Keep one of them."
             )
         if self.partition_over_tensor_axis and not hasattr(type(trainer.strategy), "tensor_group"):
             raise _no_axis(trainer)

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_hybrid.callbacks import ActivationRecompute, MemoryLedger
+from lightning_hybrid.callbacks import ActivationOffload, ActivationRecompute, MemoryLedger
 from lightning_hybrid.functional.recomputation import smallest_budget
 from lightning_hybrid.functional.segments import Segment, peak_bytes
 from tests.launch import run_trainers
@@ -196,6 +196,9 @@ def test_what_cannot_work_is_refused_before_training():
         trainer_of(callbacks=[ActivationRecompute(), ActivationRecompute("sqrt")]).fit(Net(), batches())
     with pytest.raises(ValueError, match="does not exist in the model"):
         trainer_of(callbacks=[ActivationRecompute(blocks="layers")]).fit(Net(), batches())
+    both = [ActivationRecompute(partition_over_tensor_axis=True), ActivationOffload()]
+    with pytest.raises(ValueError, match="together the device would hold more"):
+        trainer_of(callbacks=both).fit(Net(), batches())
     callback = ActivationRecompute()
     with pytest.raises(ValueError, match="cannot run blocks again under FSDPStrategy"):
         callback.setup(SimpleNamespace(strategy=FSDPStrategy(), callbacks=[callback]), Net(), "fit")
