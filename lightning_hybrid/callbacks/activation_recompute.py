@@ -106,8 +106,8 @@ class ActivationRecompute(Callback):
             )
         if self.partition_over_tensor_axis and any(isinstance(callback, ActivationOffload) for callback in callbacks):
             raise ValueError(
-                "partition_over_tensor_axis=True keeps parts of arguments on the device, and ActivationOffload moves whole "
-                "arguments to the host: together the device would hold more. Keep one of them."
+                "partition_over_tensor_axis=True keeps parts of arguments on the device, which ActivationOffload moves "
+                "to the host whole: together the device would hold more. Keep one of them."
             )
         if self.partition_over_tensor_axis and not hasattr(type(trainer.strategy), "tensor_group"):
             raise _no_axis(trainer)
