@@ -81,7 +81,7 @@ class Site:
 
     def __init__(self, name: str, module: nn.Module, device: torch.device) -> None:
         self.name, self.module, self.device = name, module, device
-        self.buffers, self.attributes = BufferGuard(module), AttributeGuard(module)
+        self.buffers, self.spaces = BufferGuard(module), [vars(child) for child in module.modules()]
         self.generators = own_generators(module)
 
     @property
@@ -118,7 +118,7 @@ class _Call:
         self.site, self.proceed, self.arguments = site, proceed, arguments
         self.streams, self.autocast = Streams(site.device, site.generators), Autocast(site.device)
         self.buffers: dict[Any, Any] = {}
-        self.attributes: list[dict[str, Any]] = []
+        self.guard, self.attributes = AttributeGuard(site.spaces, arguments.spaces), list[dict[str, Any]]()
         self.context: AbstractContextManager[Any] = nullcontext()
         self.holders: list[weakref.ref[_Holder]] = []
 
@@ -142,7 +142,7 @@ class _Call:
             stack.enter_context(self.site.gathered())
             stack.enter_context(self.streams.again())
             stack.enter_context(self.autocast.again())
-            stack.enter_context(self.site.attributes.again(self.attributes))
+            stack.enter_context(self.guard.again(self.attributes))
             stack.enter_context(self.site.buffers.again(self.buffers))
             stack.enter_context(self.context)
             yield
@@ -198,14 +198,14 @@ class Frame:
             made.holders.append(weakref.ref(holder))
             return holder
 
-        buffers, attributes = site.buffers.before(), site.attributes.before()
+        buffers, attributes = site.buffers.before(), made.guard.before()
         try:
             with context, ChainedHooks(pack):
                 result = call()
         finally:
             made.end()
         made.buffers = site.buffers.after(buffers, site.name)
-        made.attributes = site.attributes.after(attributes)
+        made.attributes = made.guard.after(attributes)
         made.streams.finish()
         arguments.check(site.name)
         for leaf, value in enumerate(leaves_of(result)):

@@ -40,6 +40,7 @@ class Arguments:
 
     Attributes:
         saved: Tensors that are saved here, while the forward runs; parts of split ones.
+        spaces: `vars` of other objects among them.
     """
 
     def __init__(
@@ -51,6 +52,8 @@ class Arguments:
     ) -> None:
         leaves, self._node = flatten((args, kwargs))
         self._leaves: list[Any] = list(leaves)
+        objects = (leaf for leaf in leaves if not isinstance(leaf, Tensor) and not callable(leaf))
+        self.spaces = [leaf.__dict__ for leaf in objects if isinstance(getattr(leaf, "__dict__", None), dict)]
         self._tensors: list[tuple[int, Rewrap, Any, bool]] = []  # position, wrapper, key if known, needs a gradient
         self.saved: list[Tensor] = []
         plain: list[Tensor] = []

@@ -131,14 +131,16 @@ ABSENT = object()
 class AttributeGuard:
     """Attributes of a module and of those inside: a repetition finds them as the first run did, and changes none.
 
-    That holds for plain values, such as modes and counters, and for whatever the first run binds anew.
+    That holds for plain values, such as modes and counters, and for whatever the first run binds anew; and for all of
+    objects among the arguments, which other modules may change later.
 
     Args:
-        module: The module.
+        modules: `vars` of the modules.
+        arguments: `vars` of the arguments.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._spaces = [vars(child) for child in module.modules()]
+    def __init__(self, modules: Sequence[dict[str, Any]], arguments: Sequence[dict[str, Any]]) -> None:
+        self._number, self._spaces = len(modules), [*modules, *arguments]
 
     def before(self) -> list[dict[str, Any]]:
         """What a run finds."""
@@ -147,11 +149,11 @@ class AttributeGuard:
     def after(self, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """What a repetition must find; tensors without their graphs."""
         old = []
-        for space, names in zip(self._spaces, found, strict=True):
+        for number, (space, names) in enumerate(zip(self._spaces, found, strict=True)):
             kept = {
                 name: value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
                 for name, value in names.items()
-                if isinstance(value, PLAIN) or space.get(name, ABSENT) is not value
+                if number >= self._number or isinstance(value, PLAIN) or space.get(name, ABSENT) is not value
             }
             old.append(kept | dict.fromkeys(space.keys() - names.keys(), ABSENT))
         return old

@@ -214,6 +214,29 @@ def test_autocast_stands_in_the_repetition_as_it_did():
     check_same(lambda: Cast(Layer() for _ in range(5)), segments=SEGMENTS["pairs"])
 
 
+class Carrier:
+    """What blocks read and change."""
+
+
+def test_objects_among_the_arguments_are_found_as_they_were():
+    class Carrying(Layer):
+        def forward(self, carrier):
+            carrier.x = super().forward(carrier.x) * carrier.scale
+            return carrier
+
+    class Through(Net):
+        def forward(self, x):
+            carrier = Carrier()
+            carrier.x, carrier.scale = x, 1.0
+            for block in self.blocks:
+                carrier = block(carrier)
+                carrier.scale += 0.5
+            return carrier.x
+
+    for segments in SEGMENTS.values():
+        check_same(lambda: Through(Carrying() for _ in range(5)), segments=segments)
+
+
 def test_new_tensors_have_the_type_that_they_had():
     class Scaled(Layer):
         def forward(self, x):
