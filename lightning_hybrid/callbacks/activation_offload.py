@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from rich.table import Table
 from torch import nn
 from typing_extensions import override
 
+from lightning_hybrid.callbacks.arguments import check_whole
 from lightning_hybrid.callbacks.blocks import choose_blocks
 from lightning_hybrid.callbacks.reports import show
 from lightning_hybrid.functional.offloading import cheapest_offload
@@ -61,12 +63,14 @@ class ActivationOffload(Callback):
     ) -> None:
         if policy not in get_args(Policy):
             raise ValueError(f"policy={policy!r} is none of {list(get_args(Policy))}.")
-        if min_bytes < 0 or (budget_bytes is not None and budget_bytes < 0):
-            raise ValueError(f"min_bytes={min_bytes} and budget_bytes={budget_bytes} must not be negative.")
+        check_whole("min_bytes", min_bytes, 0, " of bytes")
+        if budget_bytes is not None:
+            check_whole("budget_bytes", budget_bytes, 0, " of bytes")
         self.policy, self.budget_bytes, self.blocks, self.min_bytes = policy, budget_bytes, blocks, min_bytes
         self.sizes: dict[str, int] = {}
         self.plan: dict[str, bool] | None = None
         self._offload: Offload | None = None
+        self._has_warned = False
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -99,6 +103,12 @@ class ActivationOffload(Callback):
         assert self._offload is not None
         self._offload.stop()
         self.sizes = self._offload.sizes
+        if not self.sizes and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"ActivationOffload moves nothing: with policy={self.policy!r} the first batch saved no storage of "
+                f"min_bytes={self.min_bytes} or more that can move. Lower min_bytes, or leave the callback out."
+            )
         if self.budget_bytes is not None and self.plan is None:
             self._make_plan(self._offload, self.budget_bytes)
             show(trainer, self.table())

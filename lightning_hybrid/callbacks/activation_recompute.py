@@ -11,6 +11,7 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_hybrid.callbacks.activation_offload import ActivationOffload
+from lightning_hybrid.callbacks.arguments import check_whole
 from lightning_hybrid.callbacks.blocks import choose_blocks
 from lightning_hybrid.callbacks.reports import show
 from lightning_hybrid.functional.recomputation import cheapest_segments, square_root_segments
@@ -73,11 +74,14 @@ class ActivationRecompute(Callback):
     ) -> None:
         if policy is not None and policy not in POLICIES:
             raise ValueError(f"policy={policy!r} is none of {POLICIES}.")
-        if budget_bytes is not None and (policy is not None or budget_bytes < 1):
-            raise ValueError(
-                f"budget_bytes={budget_bytes} with policy={policy!r}: a budget is a positive number of bytes and a "
-                "policy of its own. Leave the other out."
-            )
+        if budget_bytes is not None:
+            check_whole("budget_bytes", budget_bytes, 1, " of bytes")
+            if policy is not None:
+                raise ValueError(
+                    f"budget_bytes={budget_bytes} with policy={policy!r}: a budget is a policy of its own. Leave one "
+                    "out."
+                )
+        keep = [keep] if isinstance(keep, str) else keep
         if keep is not None and policy != "selective":
             raise ValueError(f"keep={list(keep)} says what policy='selective' keeps, and policy is {policy!r}.")
         self.policy: str = "budget" if budget_bytes is not None else policy or "full"
@@ -89,7 +93,7 @@ class ActivationRecompute(Callback):
         self._remove: list[Callable[[], None]] = []
         self._partition: Partition | None = None
         self._meter: CostMeter | None = None
-        self._steps = 0
+        self._steps, self._in_flight = 0, 1
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -177,7 +181,7 @@ class ActivationRecompute(Callback):
         ]
         found = {name: merged([costs.get(name) for costs, _ in peers]) for name in names}
         self.costs = {name: cost for name, cost in found.items() if cost is not None}
-        in_flight = max((number for _, number in peers), default=1)
+        self._in_flight = max((number for _, number in peers), default=1)
         costs, error = list(self.costs.values()), ""
         starts = self._starts(trainer, list(self.costs))
         try:
@@ -185,7 +189,7 @@ class ActivationRecompute(Callback):
                 self.plan = square_root_segments(costs, starts)
             else:
                 assert self.budget_bytes is not None
-                self.plan = cheapest_segments(costs, self.budget_bytes, in_flight, starts)
+                self.plan = cheapest_segments(costs, self.budget_bytes, self._in_flight, starts)
         except ValueError as failure:
             error = str(failure)
         errors = [f"Rank {rank}: {text}" for rank, text in enumerate(over_ranks(error)) if text]
@@ -212,6 +216,7 @@ class ActivationRecompute(Callback):
     def table(self) -> Table:
         """The plan of this rank."""
         title = "Recomputed segments" if self.budget_bytes is None else f"Recomputed within {self.budget_bytes:,} bytes"
+        title += f" on this rank, by micro-batch; up to {self._in_flight} in flight"
         table = Table(title=title)
         for index, column in enumerate(PLAN_COLUMNS):
             table.add_column(column, justify="left" if index < 2 else "right")

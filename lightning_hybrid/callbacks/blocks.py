@@ -25,7 +25,7 @@ def choose_blocks(
     """
     found: Sequence[str] | None = getattr(trainer.strategy, "block_names", None)
     if lists is not None or found is None:
-        found = block_names(pl_module, find_block_lists(pl_module, lists), shared=True)
+        found = block_names(pl_module, find_block_lists(pl_module, lists, argument="blocks"), shared=True)
     names: dict[nn.Module, str] = {}
     for name in found:
         names.setdefault(pl_module.get_submodule(name), name)  # a shared one by its first name

@@ -19,6 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_hybrid.callbacks.arguments import check_whole
 from lightning_hybrid.callbacks.blocks import choose_blocks
 from lightning_hybrid.parallel.memory.parameters import ParameterStreaming
 from lightning_hybrid.parallel.memory.parameters_buffers import StreamCounts
@@ -56,8 +57,7 @@ class ParameterOffload(Callback):
     """
 
     def __init__(self, num_buffers: int = 2, blocks: str | Sequence[str] | None = None) -> None:
-        if isinstance(num_buffers, bool) or not isinstance(num_buffers, int) or num_buffers < 2:
-            raise ValueError(f"num_buffers={num_buffers!r} must be a whole number of at least 2.")
+        check_whole("num_buffers", num_buffers, 2)
         self.num_buffers, self.blocks = num_buffers, blocks
         self.streaming: ParameterStreaming | None = None
         self.counts = StreamCounts()
@@ -68,6 +68,10 @@ class ParameterOffload(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._remove()
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        number = sum(isinstance(callback, ParameterOffload) for callback in callbacks)
+        if number > 1:
+            raise ValueError(f"The Trainer has {number} ParameterOffloads, and one streams all blocks. Keep one.")
         options = getattr(trainer.strategy, "options", {})
         check_strategy(trainer.strategy, options)
         if options.get("zero_stage") == 3:

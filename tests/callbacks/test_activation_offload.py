@@ -1,6 +1,6 @@
 """Activation offload under Lightning: numbers of every strategy bit for bit, plans under budgets, refusals."""
 
-from itertools import pairwise
+import itertools
 
 import pytest
 import torch
@@ -115,7 +115,7 @@ def test_one_process_trains_bit_for_bit(make, policies):
     assert inside["activations"] < whole["activations"]
     if make is ResNet:  # nothing is recomputed: all of it moves, and two groups in a row are here at once
         assert inside["offloaded"] == whole["activations"]
-        assert inside["activations"] <= max(sum(pair) for pair in pairwise(before.sizes.values()))
+        assert inside["activations"] <= max(sum(pair) for pair in itertools.pairwise(before.sizes.values()))
 
 
 LAYOUTS = {
@@ -215,8 +215,17 @@ def test_what_cannot_work_is_refused_before_training():
         assert torch.equal(module.inlet.weight, before)
     with pytest.raises(ValueError, match="policy='half' is none of"):
         ActivationOffload("half")
-    with pytest.raises(ValueError, match="min_bytes=-1"):
-        ActivationOffload(min_bytes=-1)
+    for argument, value in itertools.product(("min_bytes", "budget_bytes"), (-1, "1MiB", 0.5)):
+        with pytest.raises(ValueError, match=f"{argument}={value!r} must be a whole number of bytes of at least 0"):
+            ActivationOffload(**{argument: value})
+
+
+def test_a_first_batch_that_moves_nothing_is_told_once():
+    offload = ActivationOffload()
+    with pytest.warns(UserWarning, match="moves nothing: .*min_bytes=1048576 or more") as caught:
+        fit(NoBlocks(), DataLoader(torch.rand(4, 4), 2), callbacks=[offload])
+    assert sum("moves nothing" in str(warning.message) for warning in caught) == 1
+    assert offload.sizes == {}
 
 
 class Skipping(Small):

@@ -183,9 +183,14 @@ def test_what_cannot_work_is_refused_before_training():
     wrong = {
         "policy='half' is none of ('full', 'sqrt', 'selective').": {"policy": "half"},
         "budget_bytes=5 with policy='full': ": {"policy": "full", "budget_bytes": 5},
-        "budget_bytes=0 with policy=None: ": {"budget_bytes": 0},
+        "budget_bytes=0 must be a whole number of bytes of at least 1.": {"budget_bytes": 0},
+        "budget_bytes='8GiB' must be a whole number of bytes of at least 1.": {"budget_bytes": "8GiB"},
+        "budget_bytes=8000000.0 must be a whole number of bytes of at least 1.": {"budget_bytes": 8e6},
+        "budget_bytes=True must be a whole number of bytes of at least 1.": {"budget_bytes": True},
         "keep=['aten.mm'] says what policy='selective' keeps, and policy is None.": {"keep": ["aten.mm"]},
         "keep=['aten.nix']: torch has no operation 'aten.nix'.": {"policy": "selective", "keep": ["aten.nix"]},
+        "keep=['aten.nox']: torch has no operation 'aten.nox'.": {"policy": "selective", "keep": "aten.nox"},
+        "torch has no operation <built-in method mm": {"policy": "selective", "keep": [torch.mm]},
     }
     for message, options in wrong.items():
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -194,7 +199,7 @@ def test_what_cannot_work_is_refused_before_training():
         trainer_of(callbacks=[ActivationRecompute()]).fit(Bare(), batches())
     with pytest.raises(ValueError, match="has 2 ActivationRecomputes"):
         trainer_of(callbacks=[ActivationRecompute(), ActivationRecompute("sqrt")]).fit(Net(), batches())
-    with pytest.raises(ValueError, match="does not exist in the model"):
+    with pytest.raises(ValueError, match="blocks='layers' does not exist in the model"):
         trainer_of(callbacks=[ActivationRecompute(blocks="layers")]).fit(Net(), batches())
     both = [ActivationRecompute(partition_over_tensor_axis=True), ActivationOffload()]
     with pytest.raises(ValueError, match="together the device would hold more"):

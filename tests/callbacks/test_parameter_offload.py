@@ -1,6 +1,7 @@
 """Fits whose parameters stream from the host have the bits of those without."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -244,6 +245,12 @@ def test_on_two_ranks():
 def test_refused(strategy, error):
     with pytest.raises(ValueError, match=error):
         check_strategy(strategy, getattr(strategy, "options", {}))
+
+
+def test_two_are_refused():
+    callbacks = [ParameterOffload(), ParameterOffload()]
+    with pytest.raises(ValueError, match="has 2 ParameterOffloads"):
+        callbacks[0].setup(SimpleNamespace(callbacks=callbacks), nn.Linear(1, 1), "fit")
 
 
 def test_masters_are_refused():

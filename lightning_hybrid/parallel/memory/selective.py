@@ -52,7 +52,7 @@ def check_operations(names: Sequence[str]) -> frozenset[str]:
         ValueError: If torch has no such operation.
     """
     for name in names:
-        namespace, _, operation = name.partition(".")
+        namespace, _, operation = str(name).partition(".")
         if not operation or not hasattr(getattr(torch.ops, namespace), operation):
             raise ValueError(
                 f"keep={list(names)}: torch has no operation {name!r}. Give names such as 'aten.mm' or "

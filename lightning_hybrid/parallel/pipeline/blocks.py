@@ -12,13 +12,16 @@ LISTED = 8  # lists that an error names, the longest first
 SIBLING = 0.1  # a second list counts when it has at least this share of the largest one's parameters
 
 
-def find_block_lists(root: nn.Module, pipeline_layers: str | Sequence[str] | None = None) -> list[str]:
+def find_block_lists(
+    root: nn.Module, pipeline_layers: str | Sequence[str] | None = None, argument: str = "pipeline_layers"
+) -> list[str]:
     """Dotted names of the lists whose elements are the blocks, in the order in which the model registers them.
 
     Args:
         root: The whole model.
         pipeline_layers: The user's choice; None finds the `ModuleList` or `Sequential` with most parameters, and others
             beside it with at least a tenth as many (an encoder and a decoder).
+        argument: What the user knows that choice by, for errors.
 
     Raises:
         ValueError: If a name does not exist or names no list. An empty result means that the model has no such list.
@@ -26,10 +29,10 @@ def find_block_lists(root: nn.Module, pipeline_layers: str | Sequence[str] | Non
     if pipeline_layers is not None:
         names = [pipeline_layers] if isinstance(pipeline_layers, str) else list(pipeline_layers)
         for name in names:
-            _check_list(root, name)
+            _check_list(root, name, argument)
         for index, name in enumerate(names):
             if any(_nested(name, other) for other in names[:index]):
-                raise ValueError(f"pipeline_layers={names} names a list twice, or one that lies inside another.")
+                raise ValueError(f"{argument}={names} names a list twice, or one that lies inside another.")
         return names
     sizes = {
         name: num_parameters(module)
@@ -83,7 +86,7 @@ def num_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _check_list(root: nn.Module, name: str) -> None:
+def _check_list(root: nn.Module, name: str, argument: str) -> None:
     try:
         module = root.get_submodule(name)
     except AttributeError as error:
@@ -91,11 +94,11 @@ def _check_list(root: nn.Module, name: str) -> None:
         known.sort(key=lambda other: -len(root.get_submodule(other)))  # type: ignore[arg-type]
         more = f" and {len(known) - LISTED} shorter ones" if len(known) > LISTED else ""
         raise ValueError(
-            f"pipeline_layers={name!r} does not exist in the model. Its lists are {known[:LISTED]}{more}."
+            f"{argument}={name!r} does not exist in the model. Its lists are {known[:LISTED]}{more}."
         ) from error
     if not isinstance(module, CONTAINERS):
         raise ValueError(
-            f"pipeline_layers={name!r} is a {type(module).__name__}; it must name an nn.ModuleList or nn.Sequential."
+            f"{argument}={name!r} is a {type(module).__name__}; it must name an nn.ModuleList or nn.Sequential."
         )
 
 
