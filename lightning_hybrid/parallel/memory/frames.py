@@ -85,9 +85,9 @@ class Site:
         self.generators = own_generators(module)
 
     @property
-    def ends_early(self) -> bool:
-        """Whether an exception may end a repetition: `fully_shard` within it would not see its modules' ends."""
-        return not any(isinstance(child, FSDPModule) for child in self.module.modules() if child is not self.module)
+    def has_units(self) -> bool:
+        """Whether `fully_shard` has made units of parts of it. No exception may end them, or they miss their ends."""
+        return any(isinstance(child, FSDPModule) for child in self.module.modules() if child is not self.module)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -230,7 +230,7 @@ class Frame:
 
     def _repeat(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_last: bool) -> Any:
         made, needed = 0, call.num_needed
-        ends_early = is_last and call.site.ends_early
+        ends_early = is_last and not call.site.has_units
 
         def pack(tensor: Tensor) -> Kept:
             nonlocal made

@@ -1,10 +1,12 @@
 """Calls that are repeated in the backward pass."""
 
 import random
+from functools import partial
 
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,7 +18,6 @@ from lightning_hybrid.parallel.memory.frames import Site
 from lightning_hybrid.parallel.memory.hooks import ChainedHooks, keep
 from lightning_hybrid.parallel.memory.recompute import Recomputation
 from lightning_hybrid.parallel.memory.selective import Selective
-from tests.launch import run_ranks
 
 WIDTH = 6
 
@@ -280,26 +281,30 @@ class Outer(Layer):
         return super().forward(self.part(x)).sin() @ self.linear.weight
 
 
-def shards_within_shards():
-    def sharded():
-        net = Net(Outer() for _ in range(3))
-        mesh = init_device_mesh("cpu", (1,))
-        for block in net.blocks:
-            fully_shard(block.part, mesh=mesh)
-            fully_shard(block, mesh=mesh)
-        return fully_shard(net, mesh=mesh)
+def sharded(net):
+    mesh = init_device_mesh("cpu", (1,))
+    for block in net.blocks:
+        fully_shard(block.part, mesh=mesh)
+        fully_shard(block, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
 
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_units_within_a_sharded_block_leave_it_whole_for_its_backward_pass(alone):
     found = []
-    for wrap in (lambda net: net, recomputed, lambda net: recomputed(net, [0, 0, 2])):
+    selective = partial(recomputed, contexts=Selective())
+    for wrap in (lambda net: net, recomputed, lambda net: recomputed(net, [0, 0, 2]), selective):
         torch.manual_seed(0)
-        net = wrap(sharded())
+        net = wrap(sharded(Net(Outer() for _ in range(3))))
         net(torch.ones(5, WIDTH)).square().sum().backward()
         found.append([p.grad.to_local() for p in net.parameters()])
-    torch.testing.assert_close(found[1:], found[:1] * 2, rtol=0, atol=0)
-
-
-def test_units_within_a_sharded_block_leave_it_whole_for_its_backward_pass():
-    run_ranks(1, shards_within_shards)
+    torch.testing.assert_close(found[1:], found[:1] * 3, rtol=0, atol=0)
 
 
 def kept_bytes(net, x):
