@@ -96,7 +96,7 @@ def main(folder: str = "memory", max_steps: int = 8, names: Iterable[str] = RUNS
         table.add_row(name, *kib, f"{outcome.seconds / plain.seconds:.2f} x", "yes" if same else "NO")
     console = Console()
     console.print(table) if console.is_terminal else Console(width=120).print(table)
-    console.print(f"Pictures of a step of each are in {folder}.")
+    console.print(f"Pictures of a step of each are in the folder {folder}/. Times are rough on a busy machine.")
     return outcomes
 
 
