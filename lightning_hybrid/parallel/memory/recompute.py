@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -59,11 +60,13 @@ class Recomputation:
 
     def call(self, position: int, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a site's call."""
+        if not torch.is_grad_enabled():
+            return proceed(*args, **kwargs)
         segment, site = self.segments[position], self.sites[position]
-        if segment is None or not torch.is_grad_enabled():
+        proceed = with_empty_caches(proceed, args, kwargs)  # those that are kept fill none either
+        if segment is None:
             self._open = lambda: None
             return proceed(*args, **kwargs)
-        args, kwargs = without_caches(args, kwargs)
         frame = self._open() if self._last + 1 == position else None
         if frame is None or frame.segment != segment:
             frame = Frame(segment)
@@ -85,17 +88,32 @@ def _ignore(tensor: Tensor) -> None:
     pass
 
 
-def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a block of transformers without a cache of keys and values, which a repetition would find full.
+def with_empty_caches(proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """A block of transformers that is given an empty cache of keys and values finds one of its own each time.
 
-    In training nobody reads it; transformers' own checkpointing takes it away too.
+    A repetition would find the model's filled. In training nobody reads what is in it, but how a block computes may
+    depend on there being one.
+
+    Raises:
+        RuntimeError: If a cache holds something already, such as a prefix.
     """
-    if not any(map(_is_cache, (*args, *kwargs.values()))):
-        return args, kwargs
-    kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
-    if "use_cache" in kwargs:
-        kwargs["use_cache"] = False
-    return tuple(None if _is_cache(value) else value for value in args), kwargs
+    caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+    if not caches:
+        return proceed
+    if any(cache.get_seq_length() for cache in caches):
+        raise RuntimeError(
+            f"A block that is to be recomputed is given a {type(caches[0]).__name__} with keys and values in it, such "
+            "as a prefix, which a repetition could not find as it was. Leave the block out with blocks=[...]."
+        )
+
+    def with_copies(*args: Any, **kwargs: Any) -> Any:
+        return proceed(*map(_emptied, args), **{name: _emptied(value) for name, value in kwargs.items()})
+
+    return with_copies
+
+
+def _emptied(value: Any) -> Any:
+    return copy.deepcopy(value) if _is_cache(value) else value
 
 
 def _is_cache(value: object) -> bool:

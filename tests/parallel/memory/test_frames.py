@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
 
 from lightning_hybrid.parallel.memory.calls import Order, surround
 from lightning_hybrid.parallel.memory.frames import Site
@@ -463,3 +464,39 @@ def test_a_buffer_that_changes_late_is_an_error():
     net(x)
     with pytest.raises(RuntimeError, match=r"buffer mean of blocks.0 has changed for the first time after"):
         net(x)
+
+
+class Cached(Net):
+    """As in transformers: all blocks are given a cache, which each fills for itself."""
+
+    def forward(self, x):
+        cache = DynamicCache()
+        if self.prefix is not None:
+            cache.update(self.prefix, self.prefix, 0)
+        for block in self.blocks:
+            x = block(x, cache=cache, use_cache=True)
+        return x
+
+    prefix = None
+
+
+class Caching(Layer):
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def forward(self, x, cache, use_cache):
+        keys, values = cache.update(x[None, None], 2 * x[None, None], self.number)
+        return super().forward((keys + values)[0, 0])
+
+
+@pytest.mark.parametrize("segments", SEGMENTS)
+def test_an_empty_cache_of_keys_and_values_is_found_empty_again(segments):
+    check_same(lambda: Cached(Caching(number) for number in range(5)), segments=SEGMENTS[segments])
+
+
+def test_a_cache_with_a_prefix_is_refused():
+    net = recomputed(Cached(Caching(number) for number in range(2)))
+    net.prefix = torch.zeros(1, 1, 5, WIDTH)
+    with pytest.raises(RuntimeError, match="given a DynamicCache with keys and values in it, such as a prefix"):
+        net(torch.randn(5, WIDTH))
