@@ -43,10 +43,10 @@ class _Enough(BaseException):
 class _Holder:
     """What a graph holds in place of a tensor that is made again."""
 
-    def __init__(self, frame: Frame, call: _Call, tensor: Tensor) -> None:
-        self._frame, self._call, self._about = frame, call, (tensor.shape, tensor.dtype)
+    def __init__(self, frame: Frame, tensor: Tensor) -> None:
+        self._frame, self._about = frame, (tensor.shape, tensor.dtype)
         self.tensor: Tensor | None = None
-        self.first = keep(tensor) if call.site.looks_back is not False else None  # until the call ends
+        self.first: Kept | None = keep(tensor)  # until the call ends, which may run a backward pass of its own
         self._release = announce(tensor, "recomputed")
 
     def __del__(self) -> None:
@@ -54,27 +54,13 @@ class _Holder:
 
     def unpack(self) -> Tensor:
         """The tensor; the next time it is made again."""
-        if not self._call.has_ended:
-            return self._within_call()
+        if self.first is not None:
+            return self.first.unpack()
         if self.tensor is None:
             self._frame.repeat()
         tensor, self.tensor = self.tensor, None
         assert tensor is not None
         return tensor
-
-    def _within_call(self) -> Tensor:
-        """For a backward pass that the module runs within its forward.
-
-        Raises:
-            RuntimeError: If it ran none in its first call.
-        """
-        if self.first is None:
-            raise RuntimeError(
-                f"{self._call.site.name} runs a backward pass within its forward, and ran none the first time, so that "
-                "what it needs is dropped. Leave the block out of the recomputation with blocks=[...]."
-            )
-        self._call.site.looks_back = True
-        return self.first.unpack()
 
     def fill(self, tensor: Tensor) -> bool:
         """Take what the repetition has made; returns whether it can be the same."""
@@ -91,14 +77,10 @@ class Site:
         name: Its dotted name, for errors.
         module: The module.
         device: Where it computes.
-
-    Attributes:
-        looks_back: Whether its forward runs backward passes within; None before its first call has ended.
     """
 
     def __init__(self, name: str, module: nn.Module, device: torch.device) -> None:
         self.name, self.module, self.device = name, module, device
-        self.looks_back: bool | None = None
         self.buffers, self.spaces = BufferGuard(module), [vars(child) for child in module.modules()]
         self.generators = own_generators(module)
 
@@ -139,7 +121,6 @@ class _Call:
         self.guard, self.attributes = AttributeGuard(site.spaces, arguments.spaces), list[dict[str, Any]]()
         self.context: AbstractContextManager[Any] = nullcontext()
         self.holders: list[weakref.ref[_Holder]] = []
-        self.has_ended = False
 
     @property
     def num_needed(self) -> int:
@@ -149,7 +130,6 @@ class _Call:
 
     def end(self) -> None:
         """The first run is over: drop what it has saved."""
-        self.has_ended, self.site.looks_back = True, bool(self.site.looks_back)
         for holder in (reference() for reference in self.holders):
             if holder is not None:
                 holder.first = None
@@ -214,7 +194,7 @@ class Frame:
 
         def pack(tensor: Tensor) -> _Holder:
             seen(tensor)
-            holder = _Holder(self, made, tensor)
+            holder = _Holder(self, tensor)
             made.holders.append(weakref.ref(holder))
             return holder
 
@@ -246,7 +226,7 @@ class Frame:
         for index, call in enumerate(self._calls[: last + 1]):
             args, kwargs = call.arguments.restored(lambda link: part_of(results[link[0]][link[1]]))
             result = self._repeat(call, args, kwargs, is_last=index == last)
-            results.append([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(result)])
+            results.append([_detached(leaf) for leaf in leaves_of(result)])
 
     def _repeat(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_last: bool) -> Any:
         made, needed = 0, call.num_needed
@@ -297,3 +277,7 @@ def mismatch(call: _Call, what: str) -> RuntimeError:
         "something that has changed meanwhile, such as a list that it adds to, or a cache among its arguments: leave "
         "the block out of the recomputation with blocks=[...]."
     )
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -458,19 +458,6 @@ def test_what_kept_products_cannot_do_is_an_error_with_a_way_out(layer, message)
         run()
 
 
-class LateDescending(Descending):
-    def forward(self, x):
-        return super().forward(x) if self.calls else Layer.forward(self, x)
-
-
-def test_a_first_backward_pass_within_a_later_forward_is_an_error():
-    net = recomputed(Net([LateDescending()]))
-    x = torch.randn(5, WIDTH)
-    net(x)
-    with pytest.raises(RuntimeError, match=r"blocks.0 runs a backward pass within its forward, and ran none the first"):
-        net(x)
-
-
 def test_a_buffer_that_changes_late_is_an_error():
     net = recomputed(Net([Late()]))
     x = torch.randn(5, WIDTH)
