@@ -47,6 +47,7 @@ class Recomputation:
         self.sites, self._contexts, self._saving = list(sites), contexts, saving
         self.segments: list[int | None] = list(range(len(sites)))
         self.observer: CallObserver | None = None
+        self._caches = weakref.WeakKeyDictionary[Any, set[int]]()
         self._open: Callable[[], Frame | None] = lambda: None
         self._last = -1
 
@@ -63,6 +64,7 @@ class Recomputation:
         if not torch.is_grad_enabled():
             return proceed(*args, **kwargs)
         segment, site = self.segments[position], self.sites[position]
+        self._refuse_used_caches(position, args, kwargs)
         proceed = with_empty_caches(proceed, args, kwargs)  # those that are kept fill none either
         if segment is None:
             self._open = lambda: None
@@ -82,6 +84,22 @@ class Recomputation:
                 self._contexts,
                 seen if seen is not None else _ignore,
             )
+
+    def _refuse_used_caches(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A step that goes on from a cache would find nothing in it.
+
+        Raises:
+            RuntimeError: If a block is given one for the second time.
+        """
+        for cache in filter(_is_cache, (*args, *kwargs.values())):
+            blocks = self._caches.setdefault(cache, set())
+            if position in blocks:
+                raise RuntimeError(
+                    f"{self.sites[position].name} is given a {type(cache).__name__} for the second time, and blocks "
+                    "that are recomputed do not fill it. Make a new one for each pass, or leave the block out with "
+                    "blocks=[...]."
+                )
+            blocks.add(position)
 
 
 def _ignore(tensor: Tensor) -> None:

@@ -500,3 +500,16 @@ def test_a_cache_with_a_prefix_is_refused():
     net.prefix = torch.zeros(1, 1, 5, WIDTH)
     with pytest.raises(RuntimeError, match="given a DynamicCache with keys and values in it, such as a prefix"):
         net(torch.randn(5, WIDTH))
+
+
+def test_a_cache_that_a_second_pass_goes_on_from_is_refused():
+    class Again(Cached):
+        def forward(self, x):
+            cache = DynamicCache()
+            for block in (*self.blocks, *self.blocks):
+                x = block(x, cache=cache, use_cache=True)
+            return x
+
+    net = recomputed(Again(Caching(number) for number in range(2)))
+    with pytest.raises(RuntimeError, match=r"blocks.0 is given a DynamicCache for the second time"):
+        net(torch.randn(5, WIDTH))
