@@ -1,5 +1,6 @@
 """One rank writes what many hold, in little memory; nobody runs ahead of it, or waits for a rank that is gone."""
 
+import ctypes
 import re
 import time
 from datetime import timedelta
@@ -78,9 +79,13 @@ def peak(reset=False):
     return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
 
+M_MMAP_THRESHOLD = -3  # of glibc: what is freed goes back at once, whatever was freed before
+
+
 def growth_of_memory(folder):
     """What streaming takes beyond what each rank holds: 12 tensors of 8 MiB, in columns of two ranks."""
     rank, size, stream.BLOCK = dist.get_rank(), 2, 2 * MIB
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
     split = Split(1, (1024,))
 
     def streamed(file, tensors, length):
