@@ -17,12 +17,10 @@ from lightning_hybrid.callbacks.pictures import Picture, picture_path, write_pic
 from lightning_hybrid.callbacks.reports import is_logging_step, log_bytes, show
 from lightning_hybrid.functional.memory import sum_by_module
 from lightning_hybrid.functional.memory_drawing import memory_png
-from lightning_hybrid.functional.timeline import OUTSIDE, Timeline
+from lightning_hybrid.functional.timeline import ELSEWHERE, OUTSIDE, Timeline
 from lightning_hybrid.parallel.ledgers.memory import Memory, MemoryMeter
 from lightning_hybrid.parallel.ledgers.traffic import over_ranks
 
-OPTIONAL = ("recomputed", "offloaded")
-"""Columns of tables that are left out where nothing is in them."""
 FILE = "memory.png"
 RECORDED_STEP = 3
 
@@ -193,7 +191,7 @@ class MemoryLedger(Callback):
 
 def _columns(totals: list[dict[str, int]]) -> list[str]:
     """The categories, without those of techniques that no rank uses."""
-    return [name for name in Memory().totals() if name not in OPTIONAL or any(of_rank[name] for of_rank in totals)]
+    return [name for name in Memory().totals() if name not in ELSEWHERE or any(of_rank[name] for of_rank in totals)]
 
 
 def _table(title: str, first: str, names: list[str], rows: dict[str, list[int]], *, total: bool) -> Table:

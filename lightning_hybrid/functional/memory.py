@@ -1,4 +1,4 @@
-"""How many bytes a training step keeps: formulas, and sums by module."""
+"""How many bytes a training step keeps: formulas, sums by module, and numbers of bytes in words."""
 
 from __future__ import annotations
 
@@ -52,3 +52,15 @@ def sum_by_module(num_bytes: Mapping[str, int], depth: int | None) -> dict[str, 
         short = shorten(name, depth)
         sums[short] = sums.get(short, 0) + number
     return sums
+
+
+def byte_unit(num_bytes: float) -> tuple[str, int]:
+    """The largest unit of which there is at least one, up to GiB, and its bytes."""
+    exponent = next((e for e in (3, 2, 1) if num_bytes >= 1024**e), 0)
+    return ("B", "KiB", "MiB", "GiB")[exponent], 1024**exponent
+
+
+def byte_words(num_bytes: float) -> str:
+    """A number of bytes for people, such as "1.5 MiB"."""
+    unit, size = byte_unit(num_bytes)
+    return f"{num_bytes / size:.1f} {unit}" if size > 1 else f"{num_bytes:.0f} B"

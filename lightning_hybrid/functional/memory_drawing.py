@@ -7,6 +7,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from lightning_hybrid.functional.memory import byte_unit, byte_words
 from lightning_hybrid.functional.timeline import OUTSIDE, Timeline, group_modules
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ _PHASES = {  # in the colours of pictures of schedules
 _ELSEWHERE = {
     "offloaded": ("in host memory", "#0072b2", "-"),
     "recomputed": ("dropped, to be recomputed", "#d55e00", "--"),
+    "compressed": ("compressed, bytes before", "#009e73", "-."),
 }
 _GRADIENTS, _REST = "#cc79a7", "#bbbbbb"  # with the lines' colours from a palette for the colour-blind
 
@@ -27,8 +29,8 @@ _GRADIENTS, _REST = "#cc79a7", "#bbbbbb"  # with the lines' colours from a palet
 def memory_figure(timeline: Timeline, depth: int | None = None, beside: Mapping[str, int] | None = None) -> Figure:
     """Draw a step as stacked areas: activations that are kept, by groups of modules, and above them gradients.
 
-    A strip on top shows when the step runs forward and backward. Where activations are offloaded or recomputed, their
-    bytes have a panel of their own below.
+    A strip on top shows when the step runs forward and backward. Where activations are offloaded, recomputed or
+    compressed, their bytes have a panel of their own below; what they are compressed to is among what is kept.
 
     Args:
         timeline: Of a step in which something was kept.
@@ -68,21 +70,23 @@ def memory_png(
 
 def _title(timeline: Timeline, beside: Mapping[str, int]) -> str:
     title = f"memory in step {timeline.step}" + ("" if timeline.has_ended else ", which has not ended")
-    sizes = [f"{name} {_words(num_bytes)}" for name, num_bytes in beside.items() if num_bytes]
+    sizes = [f"{name} {byte_words(num_bytes)}" for name, num_bytes in beside.items() if num_bytes]
     return title + (f", on top of {', '.join(sizes)}" if sizes else "")
 
 
 def _stack(axes: Any, times: np.ndarray, levels: dict[str, np.ndarray]) -> None:
     total = sum(levels.values(), np.zeros(len(times)))
     peak, when = total.max(), times[int(total.argmax())]
-    unit, size = _unit(peak)
+    unit, size = byte_unit(peak)
     areas = axes.stackplot(times, *(level / size for level in levels.values()), step="post", linewidth=0.3)
     for area, (name, color) in zip(areas, _colors(levels).items(), strict=True):
         area.set(facecolor=color, edgecolor="white", hatch="///" if name == "gradients" else None)
         area.set_label(name)
     axes.axhline(peak / size, color="black", linewidth=0.8, linestyle=":")
     side = "left" if when < times[-1] / 2 else "right"
-    axes.annotate(f"peak {_words(peak)}", (when, peak / size), (0, 3), textcoords="offset points", ha=side, fontsize=8)
+    axes.annotate(
+        f"peak {byte_words(peak)}", (when, peak / size), (0, 3), textcoords="offset points", ha=side, fontsize=8
+    )
     axes.set(ylim=(0, peak / size * 1.1), ylabel=f"kept on the device [{unit}]")
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
@@ -118,20 +122,10 @@ def _strip(axes: Any, timeline: Timeline) -> None:
 
 def _lines(axes: Any, times: np.ndarray, levels: dict[str, np.ndarray]) -> None:
     most = max(level.max() for level in levels.values())
-    unit, size = _unit(most)
+    unit, size = byte_unit(most)
     for name, level in levels.items():
         words, color, style = _ELSEWHERE[name]
         axes.step(times, level / size, where="post", color=color, linestyle=style, label=words)
         axes.fill_between(times, level / size, step="post", color=color, alpha=0.15, linewidth=0)
     axes.set(ylim=(0, most / size * 1.15), ylabel=f"elsewhere [{unit}]")
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
-
-
-def _unit(num_bytes: float) -> tuple[str, int]:
-    exponent = next((e for e in (3, 2, 1) if num_bytes >= 1024**e), 0)
-    return ("B", "KiB", "MiB", "GiB")[exponent], 1024**exponent
-
-
-def _words(num_bytes: float) -> str:
-    unit, size = _unit(num_bytes)
-    return f"{num_bytes / size:.1f} {unit}" if size > 1 else f"{num_bytes:.0f} B"

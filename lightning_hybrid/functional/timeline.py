@@ -13,6 +13,8 @@ from lightning_hybrid.functional.memory import shorten, sum_by_module
 
 OUTSIDE = "(outside modules)"
 """Name of what belongs to no module."""
+ELSEWHERE = ("recomputed", "offloaded", "compressed")
+"""Kinds of bytes that the device would hold, too, were it not for a technique."""
 
 
 class Change(NamedTuple):
@@ -20,7 +22,7 @@ class Change(NamedTuple):
 
     Attributes:
         seconds: Since the step began.
-        kind: "gradients", "activations", "recomputed" or "offloaded".
+        kind: "gradients", "activations" or one of `ELSEWHERE`.
         module: Whose they are; "" for what is outside of modules.
         num_bytes: Negative if they go.
     """
@@ -76,14 +78,14 @@ class Timeline:
             Times, `[n]` in seconds; and by name, of each group's activations and of each of the other kinds, bytes from
             that moment on, `[n]`. The last time is the end of the step.
         """
-        names = [*dict.fromkeys(groups.values()), "gradients", "recomputed", "offloaded"]
+        names = [*dict.fromkeys(groups.values()), "gradients", *ELSEWHERE]
         column_of = {name: column for column, name in enumerate(names)}
         steps = np.zeros((len(self.changes) + 2, len(names)), dtype=np.int64)  # a row before, and one for the end
         for row, (_, kind, module, num_bytes) in enumerate(self.changes, start=1):
             steps[row, column_of[groups[module] if kind == "activations" else kind]] += num_bytes
         times = np.array([0.0, *(change.seconds for change in self.changes), self.seconds])
         bytes_at = steps.cumsum(axis=0)
-        chosen = _highest(times, bytes_at[:, :-2].sum(axis=1), columns)
+        chosen = _highest(times, bytes_at[:, : -len(ELSEWHERE)].sum(axis=1), columns)
         return times[chosen], {name: bytes_at[chosen, column] for name, column in column_of.items()}
 
 

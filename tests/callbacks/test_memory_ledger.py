@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid.callbacks import CommunicationLedger, MemoryLedger
 from lightning_hybrid.functional.memory import state_bytes
+from lightning_hybrid.functional.timeline import ELSEWHERE
 from lightning_hybrid.parallel.ledgers.fates import announce
 from lightning_hybrid.parallel.ledgers.fixed import FixedStorages
 from lightning_hybrid.parallel.memory.hooks import ChainedHooks
@@ -207,17 +208,24 @@ def test_an_early_end_leaves_no_hooks(module):
 
 
 class Away(Callback):
-    """Takes all activations that the first block saves, as an offload callback would, and announces them."""
+    """Takes all activations that the first block saves, as other callbacks for memory would, and announces them."""
 
     class Packed:
-        def __init__(self, tensor):
-            self.value, self.release = tensor, announce(tensor, "offloaded")
+        def __init__(self, tensor, fate):
+            self.value, self.releases = tensor, [announce(tensor, fate)]
+            if fate == "compressed":
+                self.half = tensor.float()
+                self.releases.append(announce(self.half, "kept", self.releases[0]))
 
         def unpack(self):
             return self.value
 
         def __del__(self):
-            self.release()
+            for release in self.releases:
+                release()
+
+    def __init__(self, fate):
+        self.fate = fate
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         fixed = FixedStorages(pl_module)
@@ -225,7 +233,7 @@ class Away(Callback):
 
         def pack(tensor):
             takes = pl_module.blocks[0] in fixed.running.now() and not fixed.is_fixed(tensor)
-            return self.Packed(tensor) if takes else None
+            return self.Packed(tensor, self.fate) if takes else None
 
         self.hooks = ChainedHooks(pack)
         self.hooks.__enter__()
@@ -234,20 +242,22 @@ class Away(Callback):
         self.hooks.__exit__()
 
 
-def test_the_order_of_callbacks_with_hooks_of_their_own_does_not_matter(capsys):
+@pytest.mark.parametrize(("fate", "stays"), [("offloaded", 0), ("compressed", SAVED // 2)])
+def test_the_order_of_callbacks_with_hooks_of_their_own_does_not_matter(fate, stays, capsys):
     plain, peaks = weights(fit(Even(), loader(2 * BATCH, BATCH))), []
     for order in (1, -1):
         ledger = MemoryLedger(depth=1)
-        trainer = fit(Even(), loader(2 * BATCH, BATCH), callbacks=[ledger, Away()][::order], log_every_n_steps=1)
+        trainer = fit(Even(), loader(2 * BATCH, BATCH), callbacks=[ledger, Away(fate)][::order], log_every_n_steps=1)
         assert all(torch.equal(weights(trainer)[name], plain[name]) for name in plain)
         peaks.append(ledger.peak)
     assert peaks[0] == peaks[1]
-    assert peaks[0].offloaded == {"blocks.0.linear": SAVED, "blocks.0": SAVED}
-    assert peaks[0].totals()["activations"] == (1 + 10 + 1) * SAVED + BATCH * (2 + 1) * 8
-    assert trainer.callback_metrics["memory/offloaded_bytes"] == 2 * SAVED
-    assert trainer.callback_metrics["memory/recomputed_bytes"] == 0
+    assert getattr(peaks[0], fate) == {"blocks.0.linear": SAVED, "blocks.0": SAVED}
+    assert peaks[0].activations.get("blocks.0.linear", 0) == peaks[0].activations.get("blocks.0", 0) == stays
+    assert peaks[0].totals()["activations"] == (1 + 10 + 1) * SAVED + 2 * stays + BATCH * (2 + 1) * 8
     printed = capsys.readouterr().out
-    assert ("offloaded" in printed, "recomputed" in printed) == (True, False)
+    for column in ELSEWHERE:
+        assert trainer.callback_metrics[f"memory/{column}_bytes"] == (2 * SAVED if column == fate else 0)
+        assert (column in printed) == (column == fate)
 
 
 def totals_over_time(timeline, kind):

@@ -21,7 +21,12 @@ def test_areas_are_groups_in_order_with_gradients_above_and_a_panel_for_what_is_
     assert words(above) == ["peak 51 B", "forward", "backward", "optimizer step"]
     assert above.get_title() == "memory in step 3, which has not ended, on top of parameters 2.0 KiB"
     lines = {line.get_label(): line.get_ydata().tolist() for line in below.lines}
-    assert lines == {"in host memory": [0] * 6 + [2] * 2, "dropped, to be recomputed": [0] * 2 + [5] * 6}
+    assert lines == {
+        "in host memory": [0] * 6 + [2] * 3,
+        "dropped, to be recomputed": [0] * 2 + [5] * 7,
+        "compressed, bytes before": [0] * 7 + [6] * 2,
+    }
+    assert len({line.get_linestyle() for line in below.lines}) == 3  # for those who see no colours
     assert above.get_xlim() == (0, 8000)
 
 

@@ -15,6 +15,7 @@ STEP = Timeline(
         Change(3.0, "activations", "", 4),
         Change(4.0, "activations", "blocks.0.linear", -30),
         Change(5.0, "offloaded", "inlet", 2),
+        Change(5.5, "compressed", "inlet", 6),
     ],
     phases=[(1.0, "forward"), (3.5, "backward"), (6.0, "step")],
     seconds=8.0,
@@ -23,14 +24,15 @@ STEP = Timeline(
 
 def test_levels_are_sums_of_changes():
     times, levels = STEP.levels({"inlet": "inlet", "blocks.0.linear": "blocks.0", "": OUTSIDE})
-    assert times.tolist() == [0, 0, 1, 2, 3, 4, 5, 8]
+    assert times.tolist() == [0, 0, 1, 2, 3, 4, 5, 5.5, 8]
     assert {name: level.tolist() for name, level in levels.items()} == {
-        "inlet": [0, 0, 0, 10, 10, 10, 10, 10],
-        "blocks.0": [0, 0, 30, 30, 30, 0, 0, 0],
-        OUTSIDE: [0, 0, 0, 0, 4, 4, 4, 4],
-        "gradients": [0, 7, 7, 7, 7, 7, 7, 7],
-        "recomputed": [0, 0, 5, 5, 5, 5, 5, 5],
-        "offloaded": [0, 0, 0, 0, 0, 0, 2, 2],
+        "inlet": [0, 0, 0, 10, 10, 10, 10, 10, 10],
+        "blocks.0": [0, 0, 30, 30, 30, 0, 0, 0, 0],
+        OUTSIDE: [0, 0, 0, 0, 4, 4, 4, 4, 4],
+        "gradients": [0, 7, 7, 7, 7, 7, 7, 7, 7],
+        "recomputed": [0, 0, 5, 5, 5, 5, 5, 5, 5],
+        "offloaded": [0, 0, 0, 0, 0, 0, 2, 2, 2],
+        "compressed": [0, 0, 0, 0, 0, 0, 0, 6, 6],
     }
 
 

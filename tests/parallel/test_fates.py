@@ -7,14 +7,16 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid.parallel.ledgers.fates import announce, observers
+from lightning_hybrid.parallel.ledgers.memory import MemoryMeter
 from lightning_hybrid.parallel.memory.hooks import ChainedHooks, keep
 from tests.parallel.test_memory import measured, tower
 
 SIZE = 5 * 4 * 4  # bytes of what each layer of the tower gets or gives: 5 samples, 4 numbers, float32
+NOTHING = {"activations": 0, "recomputed": 0, "offloaded": 0, "compressed": 0}
 
 
 class Moved:
-    """A stand-in for a tensor that is dropped or in host memory, with the announcement that whoever moves it makes."""
+    """A stand-in for a tensor that is dropped, encoded or moved, with the announcement that whoever does that makes."""
 
     def __init__(self, tensor, fate):
         self.value, self.release = tensor, announce(tensor, fate)
@@ -32,7 +34,7 @@ def inputs():
 
 def sums(memory):
     totals = memory.totals()
-    return {name: totals[name] for name in ("activations", "recomputed", "offloaded")}
+    return {name: totals[name] for name in ("activations", "recomputed", "offloaded", "compressed")}
 
 
 def mover(net, fate):
@@ -50,7 +52,7 @@ def mover(net, fate):
 
 
 @pytest.mark.parametrize("ledger_is_outside", [True, False])
-@pytest.mark.parametrize("fate", ["recomputed", "offloaded", "kept"])
+@pytest.mark.parametrize("fate", ["recomputed", "offloaded", "compressed", "kept"])
 def test_hooks_that_announce_count_the_same_inside_and_outside(fate, ledger_is_outside):
     mover.runs, net, x = False, tower(), inputs()
     hooks = ChainedHooks(mover(net, fate))
@@ -65,10 +67,9 @@ def test_hooks_that_announce_count_the_same_inside_and_outside(fate, ledger_is_o
     if fate == "kept":
         assert memory.activations == taken | rest
         assert not memory.recomputed
-    elif fate == "offloaded":
-        assert (memory.offloaded, memory.activations) == (taken, {"1.0": SIZE, **rest})
     else:  # the result of part 0 stays after all, as the input of part 1
-        assert (memory.recomputed, memory.activations) == (taken, {"1.0": SIZE, **rest})
+        assert (getattr(memory, fate), memory.activations) == (taken, {"1.0": SIZE, **rest})
+        assert sum(sums(memory).values()) == (3 + 5) * SIZE
     assert not observers
 
 
@@ -84,7 +85,7 @@ def test_what_hooks_leave_to_hooks_of_others_counts_as_those_keep_it(ledger_is_o
             net(x).sum().backward()
     # a copy each time that an input, a result or a weight is saved
     copies = 6 * 2 * SIZE // 2
-    assert sums(memory) == {"activations": copies + 6 * 4 * 4 * 2, "recomputed": 0, "offloaded": 0}
+    assert sums(memory) == NOTHING | {"activations": copies + 6 * 4 * 4 * 2}
 
 
 def test_a_checkpoint_drops_what_it_does_not_keep():
@@ -105,7 +106,7 @@ def test_tensors_on_another_device_are_offloaded_and_those_on_this_one_are_not()
     net, x = tower(), inputs()
     with measured(net) as memory, save_on_cpu():
         net(x).sum().backward()
-    assert sums(memory) == {"activations": 7 * SIZE, "recomputed": 0, "offloaded": 0}
+    assert sums(memory) == NOTHING | {"activations": 7 * SIZE}
     with measured(net) as memory, saved_tensors_hooks(lambda t: ("elsewhere", t.to("meta")), None):
         net(x)
     # a copy each time that something is saved, weights too
@@ -142,21 +143,88 @@ class Fetching(torch.autograd.Function):
         return gradient * 2
 
 
-class Fetches(nn.Module):
+class Halving(torch.autograd.Function):
+    """Holds a copy of what it gets in half the bytes, after a while, and decodes it for its backward pass."""
+
+    @staticmethod
+    def forward(ctx, x):
+        raw = x * 1
+        kept = announce(raw, "kept")
+        ctx.half, ctx.compressed = raw.half(), announce(raw, "compressed", kept)
+        ctx.here = announce(ctx.half, "kept", kept)
+        kept()
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        decoded = ctx.half.float()
+        there = announce(decoded, "kept", ctx.compressed)
+        for release in (ctx.compressed, ctx.here, there):
+            release()
+        return gradient * 2
+
+
+class Calls(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
     def forward(self, x):
-        return Fetching.apply(x)
+        return self.function.apply(x)
 
 
 def test_what_comes_back_belongs_to_the_module_that_saved_it():
-    net = nn.Sequential(Fetches())
+    net = nn.Sequential(Calls(Fetching))
     with measured(net) as memory:
         net(torch.ones(3, requires_grad=True)).sum().backward()
     assert (memory.offloaded, memory.activations) == ({"0": 12}, {"0": 40})
 
 
+def test_a_tensor_is_kept_then_compressed_then_kept_again_under_one_module():
+    net = nn.Sequential(Calls(Halving))
+    meter = MemoryMeter(net)
+    meter.start(recorded=1)
+    with meter:
+        net(torch.ones(3, requires_grad=True)).sum().backward()
+    memory = meter.finish([])
+    changes = [(change.kind, change.module, change.num_bytes) for change in meter.timeline.changes]
+    meter.close()
+    assert changes == [
+        ("activations", "0", 12),
+        ("compressed", "0", 12),  # both are there while it is encoded
+        ("activations", "0", 6),
+        ("activations", "0", -12),
+        ("activations", "0", 12),
+        ("compressed", "0", -12),
+        ("activations", "0", -6),
+        ("activations", "0", -12),
+    ]
+    assert [name for name, *_ in meter.timeline.spans()] == ["forward", "backward"]
+    assert sums(memory) == NOTHING | {"activations": 12 + 6, "compressed": 12}
+
+
+def test_of_one_storage_what_is_kept_counts_before_what_is_compressed_and_that_before_what_is_recomputed():
+    x, changes = torch.ones(3), []
+    meter = MemoryMeter(nn.Linear(1, 1))
+    meter.start(recorded=1)
+    with meter:
+        held = []
+        for fate in ("recomputed", "compressed", "recomputed", "kept", "recomputed"):
+            held.append(announce(x[1:], fate))
+            changes.append([(change.kind, change.num_bytes) for change in meter.timeline.changes])
+        for release in held:
+            release()
+    meter.finish([])
+    meter.close()
+    assert changes[0] == [("recomputed", 12)]
+    assert changes[1] == changes[2] == [*changes[0], ("recomputed", -12), ("compressed", 12)]
+    assert changes[3] == changes[4] == [*changes[2], ("compressed", -12), ("activations", 12)]
+    assert sum(change.num_bytes for change in meter.timeline.changes) == 0
+
+
 def test_parameters_have_no_fate():
     net = nn.Linear(2, 2)
     with measured(net) as memory, ChainedHooks(keep):
-        for fate in ("kept", "recomputed", "offloaded"):
+        for fate in ("kept", "recomputed", "offloaded", "compressed"):
             announce(net.weight.t(), fate)()
-    assert sums(memory) == {"activations": 0, "recomputed": 0, "offloaded": 0}
+    assert sums(memory) == NOTHING

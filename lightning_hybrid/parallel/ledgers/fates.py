@@ -1,7 +1,7 @@
 """What becomes of tensors that autograd saves, told by those who decide it to ledgers that count.
 
 A ledger sees what plain hooks hold. What is held in another way is announced: a tensor that is dropped and made again
-later, one that lies in host memory meanwhile, one that lies here for a while beside it.
+later, one that lies in host memory or in fewer bytes meanwhile, one that lies here for a while beside it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from torch import Tensor
 from lightning_hybrid.compat import version
 
 Release = Callable[[], None]
-Fate = Literal["kept", "recomputed", "offloaded"]
-"""Held as it is on the device; dropped until it is made again; held in host memory."""
+Fate = Literal["kept", "recomputed", "offloaded", "compressed"]
+"""Held as it is on the device; dropped until it is made again; held in host memory; dropped for an encoding of it.
+
+What it is encoded in is announced besides, as "kept"."""
 
 
 class Kept:

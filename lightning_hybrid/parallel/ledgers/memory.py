@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_hybrid.functional.timeline import Timeline
+from lightning_hybrid.functional.timeline import ELSEWHERE, Timeline
 from lightning_hybrid.functional.trees import leaves_of
 from lightning_hybrid.parallel.ledgers.fates import Fate, Release, observers
 from lightning_hybrid.parallel.ledgers.fixed import FixedStorages, local_part
@@ -23,10 +23,8 @@ from lightning_hybrid.parallel.ledgers.live import Counted, LiveBytes, bytes_of,
 from lightning_hybrid.parallel.ledgers.recording import Recorder
 from lightning_hybrid.parallel.ledgers.saved import SavedTensors
 
-FOLLOWED = ("gradients", "activations", "recomputed", "offloaded")
+FOLLOWED = ("gradients", "activations", *ELSEWHERE)
 """What comes and goes within a step."""
-OUTLIVING = ("recomputed", "offloaded")
-"""What is not in the storages that it is counted by."""
 
 
 @dataclass
@@ -42,6 +40,7 @@ class Memory:
             the module that saved them first; "" for what the step does outside modules.
         recomputed: Storages that it would hold too if they were not dropped until they are made again.
         offloaded: Storages that lie in host memory meanwhile.
+        compressed: Storages that lie encoded meanwhile, by their own bytes; those of the encoding are activations.
     """
 
     trainable: dict[str, int] = field(default_factory=dict)
@@ -51,6 +50,7 @@ class Memory:
     activations: dict[str, int] = field(default_factory=dict)
     recomputed: dict[str, int] = field(default_factory=dict)
     offloaded: dict[str, int] = field(default_factory=dict)
+    compressed: dict[str, int] = field(default_factory=dict)
 
     def totals(self) -> dict[str, int]:
         """Sum over modules of each category."""
@@ -71,7 +71,7 @@ class MemoryMeter:
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._live = {name: LiveBytes(outlive=name in OUTLIVING) for name in FOLLOWED}
+        self._live = {name: LiveBytes(outlive=name in ELSEWHERE) for name in FOLLOWED}
         self._fixed = FixedStorages(root, self._met)
         self._hooks = WeakTensorKeyDictionary()  # parameter -> its hook
         self._saved = ExitStack()
@@ -134,11 +134,14 @@ class MemoryMeter:
         """See `fates.FateObserver`."""
         if self._fixed.is_fixed(tensor):
             return Counted("")
-        owner, part, dropped = self._owner(earlier), local_part(tensor), self._live["recomputed"]
-        if fate != "recomputed":
-            dropped.discard(part)  # such as a block's result, which is the next one's input
-        elif any(self._live[name].holds(part) for name in ("activations", "offloaded")):
-            return Counted(owner)
+        owner, part = self._owner(earlier), local_part(tensor)
+        if fate == "recomputed":
+            if any(self._live[name].holds(part) for name in ("activations", "offloaded", "compressed")):
+                return Counted(owner)
+        else:
+            self._live["recomputed"].discard(part)  # such as a block's result, which is the next one's input
+        if fate == "kept":
+            self._live["compressed"].discard(part)  # somebody needs it as it is
         return self._add("activations" if fate == "kept" else fate, part, owner, whole=True)
 
     def _owner(self, earlier: Release | None) -> str:
