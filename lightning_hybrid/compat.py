@@ -268,6 +268,7 @@ def refresh_weights(module: nn.Module) -> None:
         module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
 
+MAX_POOL = nn.functional._max_pool2d.__code__  # type: ignore[attr-defined]  # runs for `F.max_pool2d`
 APPLY = "_apply"  # through which `to`, `half` and `cuda` of a module go; there is no public hook
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import CombinedLoader
@@ -617,3 +618,20 @@ def test_floating_buffers_stay_wide_when_a_module_is_cast():
     moved = nn.Sequential(Wide()).to("meta", torch.float16)
     assert moved[0].bias.is_meta
     assert moved[0].bias.dtype == torch.float32
+
+
+def test_max_pools_run_in_a_function_of_python_that_knows_their_window():
+    found, window = [], ("kernel_size", "stride", "padding", "dilation")
+
+    def pack(tensor):
+        frame = inspect.currentframe().f_back
+        found.append((frame.f_code, {name: frame.f_locals[name] for name in window}))
+        return tensor
+
+    x = torch.randn(1, 1, 8, 8, requires_grad=True)
+    for pool in (nn.MaxPool2d(3, 2, 1), lambda x: F.max_pool2d(x, 3, stride=2, padding=1)):
+        found.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            pool(x)
+        assert [code for code, _ in found] == [compat.MAX_POOL] * 2
+        assert found[0][1] == {"kernel_size": 3, "stride": 2, "padding": 1, "dilation": 1}

@@ -1,5 +1,6 @@
 """Callbacks: one technique or measurement a file, usable with any strategy."""
 
+from lightning_hybrid.callbacks.activation_compression import ActivationCompression
 from lightning_hybrid.callbacks.activation_offload import ActivationOffload
 from lightning_hybrid.callbacks.activation_recompute import ActivationRecompute
 from lightning_hybrid.callbacks.communication_ledger import CommunicationLedger
@@ -8,6 +9,7 @@ from lightning_hybrid.callbacks.memory_ledger import MemoryLedger
 from lightning_hybrid.callbacks.parameter_offload import ParameterOffload
 
 __all__ = [
+    "ActivationCompression",
     "ActivationOffload",
     "ActivationRecompute",
     "CommunicationLedger",

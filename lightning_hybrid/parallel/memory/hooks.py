@@ -66,8 +66,10 @@ class ChainedHooks:
 
     def _pack(self, tensor: Tensor) -> Packed:
         packed = self._ask(tensor)
-        if packed is not None:
-            return packed
+        return self.pass_on(tensor) if packed is None else packed
+
+    def pass_on(self, tensor: Tensor) -> Packed:
+        """Leave a tensor to the hooks outside, also later than it was saved."""
         if self._outer is None:
             return keep(tensor)
         pack, unpack = self._outer

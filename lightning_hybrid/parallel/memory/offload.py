@@ -25,6 +25,7 @@ from lightning_hybrid.parallel.memory.hooks import ChainedHooks, Packed
 from lightning_hybrid.parallel.memory.offload_copies import Copies, Geometry
 from lightning_hybrid.parallel.memory.offload_groups import Group
 from lightning_hybrid.parallel.memory.offload_stored import Stored
+from lightning_hybrid.parallel.memory.storages import is_plain, unnumbered
 
 Policy = Literal["all", "blocks", "conv"]
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -56,7 +57,7 @@ class Offload:
     ) -> None:
         self.plan: dict[str, bool] = {}
         self.sizes: dict[str, int] = {}
-        device = torch.device("cpu") if device.type == "cpu" else device  # which some number
+        device = unnumbered(device)
         self.in_flight, self.copies = 0, Copies(device)
         self._device, self._policy, self._min_bytes = device, policy, max(1, min_bytes)
         self._fixed, self._hooks = FixedStorages(root), ChainedHooks(self._pack)
@@ -148,11 +149,9 @@ class Offload:
             del self._table[key]
 
     def _may_move(self, tensor: Tensor) -> bool:
-        plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
-        if not plain or tensor.device != self._device:
+        if not is_plain(tensor, self._device) or self._fixed.is_fixed(tensor):
             return False
-        storage = tensor.untyped_storage()
-        return storage.nbytes() >= self._min_bytes and _has_memory(storage) and not self._fixed.is_fixed(tensor)
+        return tensor.untyped_storage().nbytes() >= self._min_bytes
 
     def _is_wanted(self, group: Group) -> bool:
         if not self.plan.get(group.name, True):
@@ -172,14 +171,6 @@ class Offload:
 
     def _emptied(self, group: Group) -> None:
         self._alive[group.name] -= 1
-
-
-def _has_memory(storage: torch.UntypedStorage) -> bool:
-    """Whether there is something to copy: zeros of forward-mode derivatives and wrappers of `torch.func` have none."""
-    try:
-        return storage.data_ptr() != 0
-    except RuntimeError:
-        return False
 
 
 def _in_convolution() -> bool:

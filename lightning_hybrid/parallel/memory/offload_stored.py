@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_hybrid.compat import set_versions, version
+from lightning_hybrid.compat import version
 from lightning_hybrid.parallel.ledgers.fates import Announcement, Kept, announce
 from lightning_hybrid.parallel.memory.offload_copies import Copies, Geometry, all_bytes
+from lightning_hybrid.parallel.memory.storages import Counter
 
 
 class Stored:
@@ -30,8 +31,7 @@ class Stored:
         self._identity = StorageWeakRef(tensor.untyped_storage())  # no other storage gets it meanwhile
         # the version is that of all views, and the check that of autograd
         self._original: Kept | None = Kept(tensor.detach(), version(tensor))
-        self._counter = tensor.detach()
-        self._counter.data = tensor.new_empty(0)  # has the version, and none of the memory
+        self._counter = Counter(tensor)
         self._bytes: Tensor | None = all_bytes(tensor.untyped_storage())
         self.num_bytes = self._bytes.numel()
         self._host: Tensor | None = None
@@ -43,18 +43,8 @@ class Stored:
         self._offloaded: Announcement | None = None
 
     def counts_with(self, tensor: Tensor) -> bool:
-        """Whether writes to a tensor of the storage count for what is here, so that with equal versions both are equal.
-
-        They do not for all that share memory: chunks by `Tensor.unsafe_chunk`, as gates of `nn.GRU` are, count for
-        themselves. No function tells, so the counter is moved for a moment.
-        """
-        if tensor.is_inference() or self._counter.is_inference():
-            return False
-        before, here = version(tensor), version(self._counter)
-        set_versions((self._counter,), (max(before, here) + 1,))
-        counts = version(tensor) != before
-        set_versions((self._counter,), (here,))
-        return counts
+        """Whether writes to a tensor of the storage count for what is here."""
+        return self._counter.counts_with(tensor)
 
     @property
     def moves(self) -> bool:

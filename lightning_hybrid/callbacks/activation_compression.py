@@ -1,0 +1,161 @@
+"""Saved activations in fewer bytes until their backward pass needs them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from rich.table import Table
+from typing_extensions import override
+
+from lightning_hybrid.callbacks.activation_offload import ActivationOffload
+from lightning_hybrid.callbacks.arguments import check_whole
+from lightning_hybrid.callbacks.pictures import Picture, picture_path, write_picture
+from lightning_hybrid.callbacks.reports import show
+from lightning_hybrid.functional.compressing import (
+    COMPRESSION_COLUMNS,
+    KEPT,
+    LayerBytes,
+    compression_rows,
+    group_layers,
+)
+from lightning_hybrid.functional.compression_drawing import compression_png
+from lightning_hybrid.parallel.memory.compression import Compression
+from lightning_hybrid.parallel.memory.encoding import LOSSY, Codec, Lossy
+
+MIN_BYTES = 2**10
+FILE = "compression.png"
+
+
+class ActivationCompression(Callback):
+    """Encodes what autograd saves, between its last use in the forward pass and its backward; with any strategy.
+
+    Losslessly, with gradients bitwise those without it:
+
+    - The result of a ReLU that nobody but itself and a max-pool has saved becomes one bit an element, the pool's
+      indices the place in the window (half a byte for windows of up to 16 elements), and the pool's input its shape.
+    - What has many zeros, as the input of a convolution or a linear layer behind a ReLU, becomes compressed rows of
+      256 elements with a byte a column, where that is smaller. For backward it is dense again.
+    - Boolean masks become bits.
+
+    With `lossy` other floating tensors, and the numbers of compressed rows, are rounded to 16, 10 or 8 bits, so that
+    the forward pass is bitwise the same, and what backward reads is off by at most `functional.codecs.ERROR_BOUNDS`. A ReLU's own gradient stays exact, as its signs are kept. What losses save stays exact, and so do
+    tensors that a forward is repeated from, and those with a number beyond the largest of the format.
+
+    Args:
+        lossless: Whether to do the first.
+        lossy: "fp16", "fp10" (1 sign, 5 exponent and 4 mantissa bits, three to 32 bits) or "fp8" (1-4-3); or None.
+        min_bytes: Storages with fewer bytes stay.
+        picture: Where to draw bytes before and after by layer at the end of `fit`: a path that ends in ".png" or is a
+            folder; True for `compression.png` in the logger's folder, or without a logger in `default_root_dir`.
+
+    Attributes:
+        layers: Of this rank's last batch, bytes before and after by module, in the order in which modules save.
+
+    Raises:
+        ValueError: If nothing is to be done, or before training for what cannot work.
+
+    Source: Jain et al. 2018, Gist: Efficient Data Encoding for Deep Neural Network Training (ISCA), section IV.
+    """
+
+    def __init__(
+        self,
+        lossless: bool = True,
+        lossy: Lossy | None = None,
+        min_bytes: int = MIN_BYTES,
+        picture: Picture = False,
+    ) -> None:
+        if lossy is not None and lossy not in LOSSY:
+            raise ValueError(f"lossy={lossy!r} is none of {list(LOSSY)}. Choose one, or None.")
+        if not lossless and lossy is None:
+            raise ValueError(
+                "lossless=False and lossy=None leave nothing to do. Choose lossy, or leave the callback out."
+            )
+        check_whole("min_bytes", min_bytes, 0, " of bytes")
+        self.lossless, self.lossy, self.min_bytes = bool(lossless), lossy, min_bytes
+        self.picture, self._path = picture, ""
+        self.layers: dict[str, LayerBytes] = {}
+        self._compression: Compression | None = None
+        self._has_warned = False
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        number = sum(isinstance(callback, ActivationCompression) for callback in callbacks)
+        if number > 1:
+            raise ValueError(
+                f"The Trainer has {number} ActivationCompressions, and a tensor is compressed once. Keep one."
+            )
+        if getattr(trainer.strategy, "zero_stage_3", False):
+            raise ValueError(
+                f"ActivationCompression cannot tell parameters from activations under stage 3 of "
+                f"{type(trainer.strategy).__name__}, which swaps their memory. Use hybrid_zero3, or stage 2."
+            )
+        # the hooks that are entered last are asked first: compression, which leaves offloading the rest
+        offloads = [callback for callback in callbacks if isinstance(callback, ActivationOffload)]
+        if offloads and callbacks.index(offloads[0]) > callbacks.index(self):
+            others = [callback for callback in callbacks if callback is not self]
+            others.insert(others.index(offloads[0]) + 1, self)
+            trainer.callbacks = others  # type: ignore[attr-defined]
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close()
+        self._path = picture_path(self.picture, FILE, trainer)
+        self.layers, self._has_warned = {}, False
+        codec = Codec(self.lossless, self.lossy)
+        self._compression = Compression(pl_module, trainer.strategy.root_device, codec, self.min_bytes)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        assert self._compression is not None
+        self._compression.start()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert self._compression is not None
+        self._compression.stop()
+        self.layers = self._compression.layers
+        if not self._has_warned and not any(set(layer.after) - {KEPT} for layer in self.layers.values()):
+            self._has_warned = True
+            before = sum(layer.before for layer in self.layers.values())
+            rank_zero_warn(
+                f"ActivationCompression compresses nothing: of {before:,} bytes that the first batch saved, nothing of "
+                f"min_bytes={self.min_bytes} or more would be smaller with lossless={self.lossless}, "
+                f"lossy={self.lossy!r}. Set lossy, or leave the callback out."
+            )
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self._compression is not None
+        self._compression.stop()  # a hook may have skipped the rest of the epoch in the middle of a batch
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close()
+        show(trainer, self.table())
+        if self._path and trainer.is_global_zero and self.layers:
+            draw = partial(compression_png, self.layers)
+            write_picture(self._path, draw, type(self).__name__)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    def table(self) -> Table:
+        """Bytes of the last batch on this rank before and after, by layer."""
+        table = Table(title="Saved activations of this rank's last batch")
+        for index, column in enumerate(COMPRESSION_COLUMNS):
+            table.add_column(column, justify="left" if index in (0, 4) else "right")
+        for row in compression_rows(group_layers(self.layers)):
+            table.add_row(*row)
+        return table
+
+    def _close(self) -> None:
+        if self._compression is not None:
+            self._compression.close()
+            self._compression = None
