@@ -40,9 +40,10 @@ class ActivationCompression(Callback):
       256 elements with a byte a column, where that is smaller. For backward it is dense again.
     - Boolean masks become bits.
 
-    With `lossy` other floating tensors, and the numbers of compressed rows, are rounded to 16, 10 or 8 bits, so that
-    the forward pass is bitwise the same, and what backward reads is off by at most `functional.codecs.ERROR_BOUNDS`. A ReLU's own gradient stays exact, as its signs are kept. What losses save stays exact, and so do
-    tensors that a forward is repeated from, and those with a number beyond the largest of the format.
+    With `lossy` other floating tensors, and the numbers of compressed rows, are rounded to 16, 10 or 8 bits. The
+    forward pass is bitwise the same, and a number that the backward pass reads is off by at most
+    `functional.codecs.ERROR_BOUNDS`. A ReLU's own gradient stays exact, as its signs are kept. Exact stays, too, what
+    losses save and what a forward is repeated from, and a tensor with a number beyond the largest of the format.
 
     Args:
         lossless: Whether to do the first.
