@@ -89,8 +89,8 @@ class Compression:
         self._settle()
         saver, stored = saver_of(tensor), self._find(tensor)
         module = self._fixed.running.names.get(id(saver.module), "")
-        if saver.kind == "other" and not module:  # the step's own code, which some strategies call through modules
-            saver = saver._replace(kind="exact")
+        if saver.kind == "other" and (not module or _is_cast(tensor, saver)):
+            saver = saver._replace(kind="exact")  # the step's own code runs within modules of some strategies
         if stored is None and self._is_left(tensor):
             return None  # another holds it whole
         if stored is None and self._is_worthwhile(tensor, saver) and self.chooses(tensor):
@@ -160,3 +160,12 @@ class Compression:
         for (module, code), num_bytes in self._after.items():
             after[module][code] = num_bytes
         self.layers = {module: LayerBytes(before, after[module]) for module, before in self._before.items()}
+
+
+def _is_cast(tensor: Tensor, saver: Saver) -> bool:
+    """Whether autocast has made it of a parameter: an error in it would go through all layers before."""
+    if saver.module is None or not torch.is_autocast_enabled(tensor.device.type):
+        return False
+    flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+    same = [part for part in saver.module.parameters(recurse=False) if part.numel() == flat.numel()]
+    return any(torch.equal(flat, part.detach().reshape(-1).to(flat.dtype)) for part in same)

@@ -53,7 +53,7 @@ class ChainedHooks:
     def __enter__(self) -> ChainedHooks:
         self._outer = outer_hooks()
         # autograd also calls hooks from compiled code, where Dynamo would compile them
-        outermost: Any = torch.compiler.disable(self._pack)
+        outermost: Any = torch.compiler.disable(self.asked)
         outermost.asks = self._ask
         self._hooks = saved_tensors_hooks(outermost, torch.compiler.disable(_unpack))
         self._hooks.__enter__()
@@ -64,7 +64,8 @@ class ChainedHooks:
         assert hooks is not None
         hooks.__exit__(*exception)
 
-    def _pack(self, tensor: Tensor) -> Packed:
+    def asked(self, tensor: Tensor) -> Packed:
+        """What autograd calls."""
         packed = self._ask(tensor)
         return self.pass_on(tensor) if packed is None else packed
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_hybrid.compat import MAX_POOL
 from lightning_hybrid.functional.codecs import Window
 from lightning_hybrid.parallel.ledgers.running import MODULE_CALL
+from lightning_hybrid.parallel.memory.hooks import ChainedHooks
 from lightning_hybrid.parallel.memory.inputs import Arguments
 
 Kind = Literal["relu", "pool", "argmax", "exact", "other"]
@@ -32,9 +33,9 @@ _LOSSES = {
     if "loss" in name or name in ("cross_entropy", "binary_cross_entropy", "kl_div", "log_softmax")
     if isinstance(code := getattr(function, "__code__", None), CodeType)
 }
-_ARGUMENTS = Arguments.__init__.__code__
+_ASKED, _ARGUMENTS = ChainedHooks.asked.__code__, Arguments.__init__.__code__
 _OF_LOSSES, _OF_CHECKPOINTS = nn.L1Loss.__module__, "torch.utils.checkpoint"
-_HOOKS = (  # modules of functions between an operation that saves and this one
+_HOOKS = (  # modules of functions between an operation that saves and hooks
     "lightning_hybrid.parallel.memory.",
     "lightning_hybrid.parallel.ledgers.",
     "torch._dynamo.",
@@ -56,8 +57,10 @@ class Saver(NamedTuple):
 
 
 def saver_of(tensor: Tensor) -> Saver:
-    """Who saves a tensor; call it while a saved-tensor hook packs it."""
+    """Who saves a tensor; call it while `ChainedHooks` ask about it."""
     frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not _ASKED:
+        frame = frame.f_back
     while frame is not None and _is_hook(frame):
         frame = frame.f_back
     kind, window = _role(frame, tensor)
@@ -72,7 +75,7 @@ def saver_of(tensor: Tensor) -> Saver:
 
 
 def _is_hook(frame: FrameType) -> bool:
-    """Whether it stands between an operation that saves and whoever asks for it."""
+    """Whether it stands between an operation that saves and the hooks."""
     return frame.f_globals.get("__name__", "").startswith(_HOOKS) and not _needs_exact(frame)
 
 
