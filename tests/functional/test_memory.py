@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hybrid.functional.memory import shorten, state_bytes, sum_by_module, zero_state_bytes
+from lightning_hybrid.functional.memory import byte_words, shorten, state_bytes, sum_by_module, zero_state_bytes
 
 
 @pytest.mark.parametrize(
@@ -54,3 +54,11 @@ def test_zero_stages_of_one_rank_keep_what_is_whole_and_a_share_of_the_rest():
 
 def test_masters_add_copies_of_two_bytes_to_what_stands_for_whole_parameters():
     assert [zero_state_bytes(stage, 4, masters=True) for stage in range(4)] == [18, 9, 6, 4]
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1.5 * 2**20, "1.5 MiB"), (2**40, "1024.0 GiB")],
+)
+def test_bytes_are_said_in_the_largest_unit_that_they_fill(number, words):
+    assert byte_words(number) == words
