@@ -140,7 +140,7 @@ class ActivationCompression(Callback):
         self._close()
         show(trainer, self.table())
         if self._path and trainer.is_global_zero and self.layers:
-            draw = partial(compression_png, self.layers)
+            draw = partial(compression_png, self.layers, title=f"saved activations of step {trainer.global_step}")
             write_picture(self._path, draw, type(self).__name__)
 
     @override

@@ -10,7 +10,7 @@ from lightning_hybrid.functional.timeline import OUTSIDE, group_modules
 
 COMPRESSION_COLUMNS = ("layer", "bytes before", "bytes after", "ratio", "how")
 KEPT = "kept"
-CODES = (KEPT, "shape", "bits", "argmax", "sparse", "fp16", "fp10", "fp8")
+CODES = (KEPT, "bits", "argmax", "sparse", "fp16", "fp10", "fp8", "shape")
 """How a storage may lie, in the order of tables and pictures; also several words, such as "sparse fp8"."""
 
 
