@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from lightning_hybrid.functional import codecs
-from lightning_hybrid.functional.codecs import ERROR_BOUNDS, Sparse, Window
+from lightning_hybrid.functional import codecs, pool_codecs
+from lightning_hybrid.functional.codecs import ERROR_BOUNDS, Sparse
+from lightning_hybrid.functional.pool_codecs import Window
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SPECIAL = (0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-8, 2.0**-25, 2.0**-14, 65504.0, -70000.0, 448.0, 240.5)
@@ -19,6 +20,7 @@ SHAPES = st.sampled_from([(), (0,), (1,), (7,), (3, 0, 2), (5, 3), (2, 3, 4), (1
 def small_chunks(monkeypatch):
     """Several pieces of each larger tensor."""
     monkeypatch.setattr(codecs, "CHUNK", 512)
+    monkeypatch.setattr(pool_codecs, "CHUNK", 512)
 
 
 @st.composite
@@ -73,10 +75,12 @@ def test_sparse_tensors_come_back_bit_for_bit_from_fewer_bytes(tensor):
         assert sparse is None
         return
     assert isinstance(sparse, Sparse)
-    assert sparse.num_bytes == size < tensor.numel() * tensor.element_size()
+    assert sum(kept.nbytes for kept in sparse.tensors) == size < tensor.numel() * tensor.element_size()
     decoded = codecs.decode_sparse(sparse)
     assert (decoded.shape, decoded.dtype) == (tensor.shape, tensor.dtype)
     assert bits_of(decoded) == bits_of(tensor)
+    few = nonzero + 2 * math.ceil(tensor.numel() / 256) < math.ceil(tensor.numel() / 8)
+    assert (sparse.counts is not None) == few
 
 
 @given(
@@ -92,9 +96,9 @@ def test_places_in_windows_give_the_indices_of_a_pool(kernel, stride, share, dil
     images = torch.randn(2, 3, 11, 13, generator=torch.Generator().manual_seed(seed)).relu_()  # with ties
     _, indices = F.max_pool2d(images, kernel, stride, padding, dilation, ceil_mode, return_indices=True)
     window = Window(kernel, stride, padding, dilation, images.shape[-1])
-    encoded = codecs.encode_argmax(indices, window)
+    encoded = pool_codecs.encode_argmax(indices, window)
     assert encoded.nbytes == math.ceil(indices.numel() / window.per_byte)
-    assert torch.equal(codecs.decode_argmax(encoded, indices.shape, window), indices)
+    assert torch.equal(pool_codecs.decode_argmax(encoded, indices.shape, window), indices)
 
 
 LOSSY = {

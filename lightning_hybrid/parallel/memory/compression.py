@@ -61,7 +61,7 @@ class Compression:
         self._fixed.start()
         self._is_probe = False
         self._before, self._after = Counter(), Counter()
-        self._left = {key: storage for key, storage in self._left.items() if not storage.expired()}
+        self._left.clear()
         passes.observers.append(self._begin_pass)
         self._hooks.__enter__()
         self._active = True

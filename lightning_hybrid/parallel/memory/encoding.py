@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from lightning_hybrid.functional import codecs
-from lightning_hybrid.functional.codecs import ERROR_BOUNDS, Sparse, Window
+from lightning_hybrid.functional import codecs, pool_codecs
+from lightning_hybrid.functional.codecs import ERROR_BOUNDS, Sparse
+from lightning_hybrid.functional.pool_codecs import Window
 from lightning_hybrid.parallel.memory.offload_copies import Geometry
 from lightning_hybrid.parallel.memory.savers import Kind, Saver
 
@@ -58,7 +59,7 @@ class Encoded:
     @property
     def num_bytes(self) -> int:
         """Bytes of what is kept."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return _size(self.tensors)
 
 
 def may_be_sparse(tensor: Tensor) -> bool:
@@ -103,12 +104,12 @@ def _places(flat: Tensor, savers: Collection[tuple[Saver, Geometry]]) -> Encoded
     (window, geometry), *others = {(saver.window, geometry) for saver, geometry in savers}
     if others or window is None or not window.per_byte or geometry.size.numel() != flat.numel():
         return None
-    encoded = codecs.encode_argmax(geometry.view(flat.untyped_storage()), window)
-    return Encoded("argmax", (encoded,), {"argmax": partial(_from_places, encoded, geometry, window)})
+    encoded = pool_codecs.encode_argmax(geometry.view(flat.untyped_storage()), window)
+    return Encoded("argmax", (encoded,), {"argmax": partial(_from_windows, encoded, geometry, window)})
 
 
-def _from_places(encoded: Tensor, geometry: Geometry, window: Window) -> Tensor:
-    indices = codecs.decode_argmax(encoded, geometry.size, window)
+def _from_windows(encoded: Tensor, geometry: Geometry, window: Window) -> Tensor:
+    indices = pool_codecs.decode_argmax(encoded, geometry.size, window)
     flat = torch.empty(indices.numel(), dtype=indices.dtype, device=indices.device)
     flat.as_strided(geometry.size, geometry.stride).copy_(indices)
     return flat
@@ -122,12 +123,9 @@ def _numbers(flat: Tensor, kinds: set[Kind], codec: Codec) -> Encoded | None:
     found: list[Encoded] = []
     sparse = codecs.encode_sparse(flat) if codec.lossless and may_be_sparse(flat) else None
     if sparse is not None:
-        found.append(
-            Encoded("sparse", _tensors_of(sparse), dict.fromkeys(kinds, partial(codecs.decode_sparse, sparse)))
-        )
+        found.append(Encoded("sparse", sparse.tensors, dict.fromkeys(kinds, partial(codecs.decode_sparse, sparse))))
     if codec.lossy is not None and "exact" not in kinds and _is_within(flat, ERROR_BOUNDS[codec.lossy].largest):
-        reduced = _reduced(flat, sparse, codec.lossy)
-        found.append(_with_signs(reduced, _signs(flat)) if "relu" in kinds else reduced)
+        found.append(_reduced(flat, sparse, _signs(flat) if "relu" in kinds else None, codec.lossy))
     return min(found, key=lambda one: one.num_bytes, default=None)
 
 
@@ -136,36 +134,52 @@ def _signs(flat: Tensor) -> Encoded:
     return Encoded("bits", (bits,), {"relu": partial(codecs.decode_positive, bits, flat.shape, flat.dtype)})
 
 
-def _with_signs(reduced: Encoded, signs: Encoded) -> Encoded:
-    """A ReLU reads signs, which small numbers lose when they become zero."""
-    tensors, decoders = reduced.tensors + signs.tensors, reduced.decoders | signs.decoders
-    return Encoded(f"bits {reduced.code}", tensors, decoders)
+def _reduced(flat: Tensor, sparse: Sparse | None, signs: Encoded | None, lossy: Lossy) -> Encoded:
+    """Numbers in a lossy format, all of them or those that are not zero, whichever takes fewer bytes.
+
+    A ReLU reads signs, which small numbers lose when they become zero. Mostly a bitmap of what is not zero has them.
+    """
+    beside, decoders = ((), {}) if signs is None else (signs.tensors, signs.decoders)
+    if sparse is not None:
+        places = sparse.tensors[1:]
+        has_signs = sparse.counts is None and bool(beside) and torch.equal(sparse.places, beside[0])
+        more = () if has_signs else beside
+        if BYTES[lossy] * sparse.values.numel() + _size(places + more) < BYTES[lossy] * flat.numel() + _size(beside):
+            words = _words(sparse.values, lossy)
+            values = partial(_from_words, words, sparse.values.shape, flat.dtype)
+            dense = partial(_from_places, sparse.places, sparse.counts, flat.shape, values)
+            return Encoded(_named(f"sparse {lossy}", more), (words, *places, *more), _with_numbers(decoders, dense))
+    words = _words(flat, lossy)
+    whole = partial(_from_words, words, flat.shape, flat.dtype)
+    return Encoded(_named(lossy, beside), (words, *beside), _with_numbers(decoders, whole))
 
 
-def _reduced(flat: Tensor, sparse: Sparse | None, lossy: Lossy) -> Encoded:
-    """Numbers in a lossy format, all of them or those that are not zero, whichever is smaller."""
-    if sparse is not None and sparse.values.numel() * (BYTES[lossy] + 1) > flat.numel() * BYTES[lossy]:
-        sparse = None
-    values = flat if sparse is None else sparse.values
-    words = {"fp16": _to_half, "fp10": codecs.encode_fp10, "fp8": codecs.encode_fp8}[lossy](values)
-    whole = partial(_from_words, words, values.shape, flat.dtype)
-    if sparse is None:
-        return Encoded(lossy, (words,), dict.fromkeys(READ_AS_NUMBERS, whole))
-    rows = replace(sparse, values=words)
-    dense = partial(_from_rows, rows, whole)
-    return Encoded(f"sparse {lossy}", _tensors_of(rows), dict.fromkeys(READ_AS_NUMBERS, dense))
+def _named(code: str, beside: tuple[Tensor, ...]) -> str:
+    return f"bits {code}" if beside else code
 
 
-def _from_rows(rows: Sparse, values: Decoder) -> Tensor:
-    return codecs.decode_sparse(replace(rows, values=values()))
+def _with_numbers(decoders: dict[Kind, Decoder], numbers: Decoder) -> dict[Kind, Decoder]:
+    return {**decoders, **dict.fromkeys(READ_AS_NUMBERS, numbers)}
 
 
-def _to_half(values: Tensor) -> Tensor:
-    return values.to(torch.float16)
+def _size(tensors: tuple[Tensor, ...]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _words(values: Tensor, lossy: Lossy) -> Tensor:
+    if lossy == "fp16":
+        return values.to(torch.float16)
+    return codecs.encode_fp10(values) if lossy == "fp10" else codecs.encode_fp8(values)
 
 
 def _from_words(words: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    return codecs.decode_fp10(words, shape, dtype) if words.dtype is torch.int32 else words.to(dtype)
+    if words.dtype is torch.float16:
+        return words.to(dtype)
+    return codecs.decode_fp10(words, shape, dtype) if words.dtype is torch.int32 else codecs.decode_fp8(words, dtype)
+
+
+def _from_places(places: Tensor, counts: Tensor | None, shape: torch.Size, values: Decoder) -> Tensor:
+    return codecs.decode_sparse(Sparse(values(), places, counts, shape))
 
 
 def _is_within(flat: Tensor, largest: float) -> bool:
@@ -174,7 +188,3 @@ def _is_within(flat: Tensor, largest: float) -> bool:
         return False
     low, high = torch.aminmax(flat)
     return bool((low >= -largest) & (high <= largest))
-
-
-def _tensors_of(sparse: Sparse) -> tuple[Tensor, ...]:
-    return sparse.values, sparse.columns, sparse.counts

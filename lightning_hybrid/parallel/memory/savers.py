@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_hybrid.compat import MAX_POOL
-from lightning_hybrid.functional.codecs import Window
+from lightning_hybrid.functional.pool_codecs import Window
 from lightning_hybrid.parallel.ledgers.running import MODULE_CALL
 from lightning_hybrid.parallel.memory.hooks import ChainedHooks
 from lightning_hybrid.parallel.memory.inputs import Arguments

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hybrid.functional.codecs import Window
+from lightning_hybrid.functional.pool_codecs import Window
 from lightning_hybrid.parallel.memory.hooks import ChainedHooks, keep
 from lightning_hybrid.parallel.memory.inputs import Arguments
 from lightning_hybrid.parallel.memory.savers import saver_of
