@@ -63,8 +63,7 @@ def test_a_fit_is_bitwise_that_without_and_the_ledger_shows_what_became_of_what(
     assert layers[""].after["argmax"] == pool // 16
     before, after = (sum(getattr(layer, name) for layer in layers.values()) for name in ("before", "total_after"))
     assert before == plain.last.totals()["activations"]
-    # the loss and the last layers are still in use when the forward pass ends
-    assert after == pytest.approx(ledger.last.totals()["activations"], rel=0.35)
+    assert after < ledger.last.totals()["activations"] < before  # the most is while the widest layer is in use
     assert ledger.last.compressed["relu"] >= relu
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
