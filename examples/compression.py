@@ -1,0 +1,92 @@
+"""What a convolutional network saves for backward, as it is and compressed: `python -m examples.compression [NAME]`."""
+
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from rich.console import Console
+from rich.table import Table
+from torch.utils.data import DataLoader
+
+from examples.networks import NETWORKS, Network, pictures
+from lightning_hybrid.callbacks import ActivationCompression, MemoryLedger
+
+BATCH, STEPS, TESTED = 16, 40, 256
+RUNS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "lossless": {},
+    "lossless, fp16": {"lossy": "fp16"},
+    "lossless, fp10": {"lossy": "fp10"},
+    "lossless, fp8": {"lossy": "fp8"},
+}
+
+
+class Outcome(NamedTuple):
+    """Of one run: most bytes saved at once in the last step, share of test pictures told right, seconds, weights."""
+
+    saved: int
+    accuracy: float
+    seconds: float
+    weights: dict[str, torch.Tensor]
+
+
+class Steps(Callback):
+    """Seconds of each step."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._start = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self.seconds.append(time.perf_counter() - self._start)
+
+
+def accuracy(network: Network) -> float:
+    """Share of pictures that it has not seen and tells right."""
+    images, classes = pictures(TESTED, network.size, seed=1).tensors
+    network.eval()
+    with torch.no_grad():
+        return float((network(images).argmax(1) == classes).float().mean())
+
+
+def train(network: str, run: str, max_steps: int, folder: str) -> Outcome:
+    """Train one network with the settings of a run, and draw what its layers save."""
+    seed_everything(0, verbose=False)
+    module, ledger, steps = NETWORKS[network](), MemoryLedger(depth=2), Steps()
+    settings, callbacks = RUNS[run], [steps, ledger]
+    if settings is not None:
+        callbacks.append(ActivationCompression(**settings, picture=str(Path(folder, f"{network}, {run}.png"))))
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False)
+    trainer = Trainer(accelerator="cpu", devices=1, callbacks=callbacks, max_steps=max_steps, max_epochs=-1, **quiet)
+    trainer.fit(module, DataLoader(pictures(BATCH * max_steps, module.size), BATCH))
+    weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    return Outcome(ledger.last.totals()["activations"], accuracy(module), median(steps.seconds), weights)
+
+
+def main(network: str = "VGG16", folder: str = "compression", max_steps: int = STEPS) -> dict[str, Outcome]:
+    """Train a network once in each way, and print a table."""
+    if network not in NETWORKS:
+        raise SystemExit(f"{network!r} is none of {', '.join(NETWORKS)}.")
+    outcomes = {run: train(network, run, max_steps, folder) for run in RUNS}
+    plain = outcomes["plain"]
+    table = Table(title=f"{network}, step {max_steps}, {BATCH} pictures: what is saved for backward, most at once")
+    for column in ("compression", "KiB", "smaller", "accuracy", "time of a step", "same bits"):
+        table.add_column(column, justify="left" if column == "compression" else "right")
+    for run, outcome in outcomes.items():
+        same = all(torch.equal(plain.weights[key], weight) for key, weight in outcome.weights.items())
+        numbers = f"{outcome.saved / 1024:,.0f}", f"{plain.saved / outcome.saved:.2f} x", f"{outcome.accuracy:.1%}"
+        table.add_row(run, *numbers, f"{outcome.seconds / plain.seconds:.2f} x", "yes" if same else "no")
+    console = Console()
+    console.print(table) if console.is_terminal else Console(width=120).print(table)
+    console.print(f"Pictures of what layers save are in the folder {folder}/.")
+    return outcomes
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])
