@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
-from lightning_hybrid.functional.minimising import front
-from lightning_hybrid.functional.mixing_plan import (
-    Mix,
-    Saved,
-    Unit,
-    Way,
-    Ways,
-    bytes_at,
-    check_units,
-    mix_peak_bytes,
+from lightning_hybrid.functional.mixing_bounds import Bound
+from lightning_hybrid.functional.mixing_choices import (
+    Choices,
+    Numbers,
+    Part,
+    Step,
+    choices,
+    mix_of,
+    saved_of,
+    unsurpassed,
 )
-from lightning_hybrid.functional.segments import Segment
+from lightning_hybrid.functional.mixing_plan import Mix, Unit, check_units, mix_peak_bytes
 
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
-Part = Literal["kept", "recomputed", "arguments", "after"]
-WAYS: tuple[Way, ...] = ("kept", "compressed", "offloaded")
-MOST_STATES = 4096
+MOST = (64, 256, 1024, 4096)
+"""Most states before each unit, and most ways to store a part of a unit; the next number is for when there are more."""
+STEPS = 12_000_000
+"""Most steps from state to state that a search may be expected to take; it then takes a few seconds at most."""
 
 
 def smallest_mix_budget(units: Sequence[Unit], in_flight: int = 1, starts: Collection[int] = ()) -> int:
-    """Fewest bytes that any plan can do with.
+    """Fewest bytes that any plan can do with, as :func:`cheapest_mix` finds them.
 
     Args:
         units: All units, in the order in which they run.
@@ -45,6 +46,11 @@ def smallest_mix_budget(units: Sequence[Unit], in_flight: int = 1, starts: Colle
 def cheapest_mix(units: Sequence[Unit], budget_bytes: int, in_flight: int = 1, starts: Collection[int] = ()) -> Mix:
     """Recompute, move and compress what takes the least time, such that no more than a budget is held at once.
 
+    Where nothing can be moved or compressed and no code stands behind blocks, plans take as long as those of
+    `cheapest_segments`. Where blocks cannot be recomputed nor anything compressed, and copies take time by their bytes,
+    no more bytes are moved than with `cheapest_offload`; fewer, if a part of a unit is enough, which moves as a whole
+    there.
+
     Args:
         units: All units, in the order in which they run.
         budget_bytes: Most bytes, of all micro-batches in flight together.
@@ -53,7 +59,11 @@ def cheapest_mix(units: Sequence[Unit], budget_bytes: int, in_flight: int = 1, s
 
     Returns:
         The plan with the least :func:`mix_seconds` among those whose :func:`mix_peak_bytes` keep to the budget, with
-        the fewest bytes among equals.
+        the fewest bytes among equals. It is exact as long as few states are left that no other surpasses in bytes and
+        time, and that could still be better than a plan at hand: for a few units of some tensors, or some dozen of
+        equal tensors. Where there are more, the least promising are dropped, for each of several amounts of bytes held,
+        never the one with the fewest: the plan may then take some percent longer than the best, but there is one
+        whenever the budget is at least :func:`smallest_mix_budget`, and it keeps to the budget.
 
     Raises:
         ValueError: If no plan keeps to the budget (the smallest possible is named), a cost is negative or not finite,
@@ -67,217 +77,200 @@ def cheapest_mix(units: Sequence[Unit], budget_bytes: int, in_flight: int = 1, s
             f"flight, take at least {needed} bytes, whatever is recomputed, moved or compressed. Allow {needed} or "
             f"more, or use smaller micro-batches."
         )
-    return _Search(units, in_flight, starts, _ticks_in_second(units)).best(budget_bytes) or smallest
+    budget = min(budget_bytes, _most(units, in_flight))
+    return _improved(Bound(units, budget, in_flight, starts, _ticks_in_second(units)), smallest)
 
 
 def _smallest(units: Sequence[Unit], in_flight: int, starts: Collection[int]) -> Mix:
-    """A plan with the fewest bytes: the cheapest where time is free."""
+    """A plan with the fewest bytes: the best where time is free."""
     check_units(units)
     if in_flight < 1:
         raise ValueError(f"in_flight={in_flight}: at least one micro-batch is under way.")
-    everything = sum(saved.num_bytes for u in units for saved in (*u.arguments, *u.internal, *u.after))
-    found = _Search(units, in_flight, starts, 0.0).best(in_flight * everything)
+    found = _improved(Bound(units, _most(units, in_flight), in_flight, starts, 0.0), None)
     assert found is not None
     return found
 
 
+def _most(units: Sequence[Unit], in_flight: int) -> int:
+    """Bytes that no plan can exceed."""
+    return in_flight * sum(saved.num_bytes for u in units for saved in (*u.arguments, *u.internal, *u.after))
+
+
 def _ticks_in_second(units: Sequence[Unit]) -> float:
-    """A power of two, such that all times together are some 2^50 whole ticks."""
+    """A power of two, such that all times together are at most 2^50 whole ticks."""
     saved = [s for unit in units for s in (*unit.arguments, *unit.internal, *unit.after)]
-    longest = [unit.seconds or 0.0 for unit in units]
-    longest += [max(s.compress_seconds, s.offload_seconds or 0.0) for s in saved]
-    return 2.0 ** (50 - np.frexp(sum(longest))[1])
+    longest = [max(s.compress_seconds, s.offload_seconds or 0.0) for s in saved]
+    return 2.0 ** (50 - math.frexp(sum(longest) + sum(unit.seconds or 0.0 for unit in units))[1])
 
 
-def _saved_of(unit: Unit, part: Part) -> list[tuple[str, int]]:
-    """What is stored of a unit, as field and index, in the order of a choice's ways."""
-    arguments = [("arguments", i) for i, is_saved in enumerate(unit.is_saved) if is_saved or part != "kept"]
-    internal = [("internal", i) for i in range(len(unit.internal))]
-    after = [("after", i) for i in range(len(unit.after))]
-    return {
-        "kept": arguments + internal + after,
-        "recomputed": arguments + after,
-        "arguments": arguments,
-        "after": after,
-    }[part]
-
-
-@dataclass(frozen=True)
-class _Choices:
-    """Ways to store some tensors, of which none surpasses another: an array each of time, bytes stored, bytes moved."""
-
-    ticks: Numbers
-    stored: Numbers
-    moved: Numbers
-    ways: np.ndarray[Any, np.dtype[np.uint8]]
-
-    def take(self, index: Numbers) -> _Choices:
-        return _Choices(self.ticks[index], self.stored[index], self.moved[index], self.ways[index])
-
-
-@cache
-def _options(saved: Saved, ticks_in_second: float) -> Numbers:
-    """Of one tensor, a row each: way, time, bytes stored, bytes moved."""
-    rows = [(0, 0, saved.num_bytes, 0)]
-    if saved.compressed_bytes is not None and saved.compressed_bytes < saved.num_bytes:
-        rows.append((1, round(saved.compress_seconds * ticks_in_second), saved.compressed_bytes, 0))
-    if saved.offload_seconds is not None and saved.num_bytes:
-        rows.append((2, round(saved.offload_seconds * ticks_in_second), 0, saved.num_bytes))
-    return np.array(rows, np.int64)
-
-
-def _choices(items: tuple[Saved, ...], ticks_in_second: float, is_last: bool) -> _Choices:
-    zero = np.zeros(1, np.int64)
-    found = _Choices(zero, zero, zero, np.zeros((1, 0), np.uint8))
-    for saved in items:
-        options = _options(saved, ticks_in_second)
-        ways = np.repeat(found.ways, len(options), axis=0)
-        more = np.tile(options[:, 0].astype(np.uint8), len(found.ticks))
-        found = _Choices(
-            (found.ticks[:, None] + options[:, 1]).ravel(),
-            (found.stored[:, None] + options[:, 2]).ravel(),
-            (found.moved[:, None] + options[:, 3] * is_last).ravel(),
-            np.column_stack((ways, more)),
-        )
-        found = found.take(_unsurpassed(found.ticks, found.stored, found.moved))
-    return found
-
-
-def _unsurpassed(ticks: Numbers, second: Numbers, third: Numbers) -> Numbers:
-    """Of states that are better if their numbers are smaller, those that no other surpasses or equals."""
-    states = zip(ticks.tolist(), second.tolist(), third.tolist(), range(len(ticks)), strict=True)
-    return _spread(np.array([state[3] for state in front(states)], np.int64), second)
-
-
-def _spread(index: Numbers, second: Numbers) -> Numbers:
-    """At most `MOST_STATES`, evenly, the one with the least second number included."""
-    if len(index) <= MOST_STATES:
-        return index
-    chosen = np.linspace(0, len(index) - 1, MOST_STATES - 1).astype(np.int64)
-    return index[np.unique(np.append(chosen, np.argmin(second[index])))]
+def _improved(bound: Bound, mix: Any) -> Any:
+    """The best plan, given another or none: searched with more and more states."""
+    limit: float = math.inf
+    tensors = sum(len(saved_of(unit, "kept")) for unit in set(bound.units))
+    for states, wider in pairwise((*MOST, MOST[-1])):
+        search = _Search(bound, states, states if bound.ticks_in_second else MOST[-1])
+        found = search.best(limit)
+        if found is not None:
+            limit, mix = found
+        # choices grow with each tensor, by the ways of it, and take some steps each to compare
+        if search.complete or search.steps * (wider // states) ** 2 + 12 * wider * tensors > STEPS:
+            break
+    return mix
 
 
 @dataclass(frozen=True)
 class _States:
-    """Plans of the last units, an array each of their time and bytes, of all micro-batches in flight.
+    """Plans of the last units, an array each of their time and bytes.
 
     Attributes:
         ticks: Time.
         stored: Bytes stored of one micro-batch.
-        held: Most bytes at once, without what units before store and move.
-        first: Bytes while the first segment runs, to which comes what the unit before moves.
+        held: Most bytes at once, of all micro-batches in flight, without what units before store and move.
+        raw: Bytes of the first segment while it runs; if it is open, without its arguments.
+        stop: Where the first segment ends.
         links: Of each, its first step and the plan behind it.
+        is_open: Whether the first segments are recomputed, and their arguments still to be stored, of this unit or one
+            before.
     """
 
     ticks: Numbers
     stored: Numbers
     held: Numbers
-    first: Numbers
-    links: list[Any]
+    raw: Numbers
+    stop: Numbers
+    links: Sequence[Any]
+    is_open: bool
 
-    def closed(self, others: int, raw: int) -> _States:
-        """With the bytes of the first segment, which is complete."""
-        first = others * self.stored + raw
-        return _States(self.ticks, self.stored, np.maximum(self.held, first), first, self.links)
+    def take(self, index: Numbers, links: Sequence[Any]) -> _States:
+        """Some of them, with their links."""
+        ticks, stored, held = self.ticks[index], self.stored[index], self.held[index]
+        return _States(ticks, stored, held, self.raw[index], self.stop[index], links, self.is_open)
 
 
-def _joined(states: Sequence[_States]) -> _States:
-    def join(name: str) -> Numbers:
-        return np.concatenate([np.zeros(0, np.int64), *(getattr(s, name) for s in states)])
+Extension = tuple[_States, Part, Choices, _States]
+"""States, a row of choices of a part of a unit in front of each of other states; the latter."""
 
-    links = [link for s in states for link in s.links]
-    return _States(join("ticks"), join("stored"), join("held"), join("first"), links)
+
+def _none(is_open: bool, count: int = 0) -> _States:
+    zeros = np.zeros(count, np.int64)
+    return _States(zeros, zeros, zeros, zeros, zeros, [None] * count, is_open)
+
+
+def _joined(parts: Sequence[_States]) -> _States:
+    """States of several, without links."""
+    return _States(
+        np.concatenate([part.ticks for part in parts]),
+        np.concatenate([part.stored for part in parts]),
+        np.concatenate([part.held for part in parts]),
+        np.concatenate([part.raw for part in parts]),
+        np.concatenate([part.stop for part in parts]),
+        [],
+        parts[0].is_open,
+    )
 
 
 class _Search:
     """Plans of the last units, from the last unit to the first.
 
     Args:
-        units: All units.
-        in_flight: Micro-batches in flight.
-        starts: Units with which a segment must begin.
-        ticks_in_second: Unit of time; 0 if time is free.
+        bound: What any plan takes at least, of which units and under which budget.
+        most_states: Most states before each unit.
+        most_choices: Most ways to store a part of a unit.
+
+    Attributes:
+        complete: Whether nothing had to be dropped that could be the best.
+        steps: Steps from state to state so far.
     """
 
-    def __init__(self, units: Sequence[Unit], in_flight: int, starts: Collection[int], ticks_in_second: float) -> None:
-        self._units, self._in_flight, self._starts, self._ticks = units, in_flight, set(starts), ticks_in_second
+    def __init__(self, bound: Bound, most_states: int, most_choices: int) -> None:
+        self._bound, self._most_states, self._most_choices = bound, most_states, most_choices
+        self._limit = math.inf
+        self.complete, self.steps = True, 0
 
-    def best(self, budget: int) -> Mix | None:
-        """The cheapest plan under a budget, with the fewest bytes among equals; None if there is none."""
-        zero = np.zeros(1, np.int64)
-        behind = _States(zero, zero, zero, zero, [None])
-        opened: list[_States] = []  # recomputed segments of several blocks, by where they end
-        for index in reversed(range(len(self._units))):
-            raw = bytes_at(self._units, Segment(index, index + 1, False))
-            found = [self._before(behind, index, "kept", budget).closed(self._in_flight - 1, raw)]
-            if self._units[index].seconds is None:
-                opened = []
+    def best(self, limit: float) -> tuple[int, Mix] | None:
+        """The plan with the least time, with the fewest bytes among equals; None if there is none.
+
+        Args:
+            limit: What another plan takes: ticks, or bytes if time is free.
+
+        Returns:
+            What the plan takes, and the plan.
+        """
+        self._limit = limit * (1 + 1e-9)  # scores are rounded
+        units = self._bound.units
+        behind, opened = _none(is_open=False, count=1), _none(is_open=True)
+        for index in reversed(range(len(units))):
+            steps = [self._before(behind, index, "kept")]
+            if units[index].seconds is None:
+                opened = _none(is_open=True)
             else:
-                raw = bytes_at(self._units, Segment(index, index + 1, True))
-                found += [self._before(behind, index, "recomputed", budget).closed(self._in_flight - 1, raw)]
-                ends = [index + 1 + place for place in range(1, len(opened) + 1)]
-                opened = [self._before(states, index, "after", budget, is_last=False) for states in opened]
-                for stop, states in zip(ends, opened, strict=True):
-                    raw = bytes_at(self._units, Segment(index, stop, True))
-                    closed = self._before(states, index, "arguments", budget, is_last=False)
-                    found.append(closed.closed(self._in_flight - 1, raw))
-                opened = [self._open(self._before(behind, index, "after", budget)), *opened]
-            if index in self._starts:
-                opened = []
-            joined = _joined(found)
-            fits = np.flatnonzero(joined.held <= budget)
-            behind = _taken(joined, fits, [joined.links[i] for i in fits])
+                inner = [self._before(states, index, "after") for states in (opened, behind)]
+                opened = self._best_of(index, inner[:1])
+                steps += [self._before(opened, index, "arguments"), self._before(behind, index, "recomputed")]
+                opened = self._best_of(index, inner) if index not in self._bound.starts else _none(is_open=True)
+            behind = self._best_of(index, steps)
         if not len(behind.ticks):
             return None
-        best = min(range(len(behind.ticks)), key=lambda i: (behind.ticks[i], behind.held[i]))
-        return self._mix(behind.links[best])
+        best = int(np.lexsort((behind.held, behind.ticks))[0])
+        taken = behind.ticks if self._bound.ticks_in_second else behind.held
+        return int(taken[best]), mix_of(units, _steps(behind.links[best]))
 
-    def _open(self, states: _States) -> _States:
-        return _States(states.ticks, states.stored, states.held, states.held, states.links)
+    def _before(self, behind: _States, index: int, part: Part) -> Extension:
+        """Put a part of a unit in front of each plan, in each way."""
+        unit, sizes = self._bound.units[index], self._bound.sizes
+        found = choices(saved_of(unit, part), self._bound.ticks_in_second, self._bound.in_flight, self._most_choices)
+        self.complete &= found.complete
+        self.steps += len(behind.ticks) * len(found.ticks)
+        others, held = self._bound.in_flight - 1, behind.held[:, None]
+        if not behind.is_open:
+            held = np.maximum(held, (others * behind.stored + behind.raw)[:, None] + found.moved)
+        stored = np.add.outer(behind.stored, found.stored).ravel()
+        stop = np.repeat(behind.stop, len(found.ticks)) if behind.is_open else np.full(len(stored), index + 1)
+        if part == "kept":
+            raw = np.full(len(stored), sizes.kept(index))
+        else:
+            raw = sizes.inner(index, stop) + (0 if part == "after" else sizes.arguments[index])
+        held = np.maximum((held + self._bound.in_flight * found.stored).ravel(), others * stored + raw)
+        seconds = unit.seconds if part in {"recomputed", "after"} else None
+        ticks = np.add.outer(behind.ticks, found.ticks + round((seconds or 0.0) * self._bound.ticks_in_second)).ravel()
+        return _States(ticks, stored, held, raw, stop, [], part == "after"), part, found, behind
 
-    def _before(self, behind: _States, index: int, part: Part, budget: int, is_last: bool = True) -> _States:
-        """Put a unit in front of each plan."""
-        unit = self._units[index]
-        items = tuple(getattr(unit, name)[i] for name, i in _saved_of(unit, part))
-        choices = _choices(items, self._ticks, is_last)
-        time = 0 if part in {"kept", "arguments"} else round((unit.seconds or 0.0) * self._ticks)
-        at_next = np.maximum(behind.first[:, None] + choices.moved, behind.held[:, None])
-        found = _States(
-            (behind.ticks[:, None] + choices.ticks + time).ravel(),
-            (behind.stored[:, None] + choices.stored).ravel(),
-            (at_next + self._in_flight * choices.stored).ravel(),
-            np.zeros(0, np.int64),
-            [],
-        )
-        fits = np.flatnonzero(found.held <= budget)
-        matter = found.stored[fits] if self._in_flight > 1 else np.zeros(len(fits), np.int64)
-        chosen = fits[_unsurpassed(found.ticks[fits], found.held[fits], matter)]
-        places, rows = np.divmod(chosen, len(choices.ticks))
-        steps = zip(places.tolist(), rows.tolist(), strict=True)
-        return _taken(found, chosen, [((index, part, choices.ways[row]), behind.links[i]) for i, row in steps])
+    def _best_of(self, index: int, extensions: Sequence[Extension]) -> _States:
+        """Plans that no other surpasses, and that could still be the best."""
+        states = _joined([extension[0] for extension in extensions])
+        score = self._bound(index, states.is_open, states.ticks, states.held)
+        some = np.flatnonzero((states.held <= self._bound.budget) & (score <= self._limit) & (score < math.inf))
+        some = self._thinned(some, score, states.held, 8 * self._most_states)
+        if self._bound.in_flight == 1:
+            some = some[unsurpassed(states.ticks[some], states.held[some], states.raw[some])]
+        else:
+            alike = [some[states.raw[some] == raw] for raw in np.unique(states.raw[some])]
+            groups = [g[unsurpassed(states.ticks[g], states.held[g], states.stored[g])] for g in alike]
+            some = np.concatenate([some[:0], *groups])
+        some = self._thinned(some, score, states.held, self._most_states)
+        ends, links = np.cumsum([len(extension[0].ticks) for extension in extensions]), list[Any]()
+        for place, kind in zip(some.tolist(), np.searchsorted(ends, some, side="right").tolist(), strict=True):
+            own, part, found, behind = extensions[kind]
+            link, row = divmod(place - int(ends[kind]) + len(own.ticks), len(found.ticks))
+            links.append(((index, part, found.ways[row]), behind.links[link]))
+        return states.take(some, links)
 
-    def _mix(self, link: Any) -> Mix:
-        segments, ways = list[Segment](), list[dict[str, list[Way]]]()
-        for index, part, chosen in _steps(link):
-            unit = self._units[index]
-            if index == len(ways):
-                sizes = {name: len(getattr(unit, name)) for name in ("arguments", "internal", "after")}
-                ways.append({name: ["dropped"] * size for name, size in sizes.items()})
-            if part != "after":
-                segments.append(Segment(index, index + 1, part != "kept"))
-            segments[-1] = Segment(segments[-1].start, index + 1, segments[-1].recomputed)
-            for (name, i), way in zip(_saved_of(unit, part), chosen, strict=True):
-                ways[index][name][i] = WAYS[way]
-        tuples = ({name: tuple(part) for name, part in of_unit.items()} for of_unit in ways)
-        return Mix(tuple(segments), tuple(Ways(**t) for t in tuples))
+    def _thinned(self, some: Numbers, score: Any, held: Numbers, most: int) -> Numbers:
+        """The states with the fewest bytes, the most promising for each of several amounts of bytes, and of all."""
+        if len(some) <= most:
+            return some
+        self.complete = False
+        held, score = held[some], score[some]
+        low, high = int(held.min()), int(held.max())
+        amount = (held - low) * (most // 2) // (high - low + 1)
+        order = np.lexsort((held, score, amount))
+        rank = np.full(len(some), 2)
+        rank[order[np.unique(amount[order], return_index=True)[1]]] = 1
+        rank[held.argmin()] = 0
+        return some[np.lexsort((held, score, rank))[:most]]
 
 
-def _taken(states: _States, index: Numbers, links: list[Any]) -> _States:
-    first = states.first[index] if len(states.first) else states.held[index]
-    return _States(states.ticks[index], states.stored[index], states.held[index], first, links)
-
-
-def _steps(link: Any) -> Iterator[tuple[int, Part, Any]]:
+def _steps(link: Any) -> Iterator[Step]:
     while link is not None:
         yield link[0]
         link = link[1]
