@@ -23,8 +23,10 @@ from lightning_hybrid.functional.mixing_choices import (
 )
 from lightning_hybrid.functional.mixing_plan import Mix, Unit, check_units, mix_peak_bytes
 
-MOST = (64, 256, 1024, 4096)
+MOST = (64, 256, 1024)
 """Most states before each unit, and most ways to store a part of a unit; the next number is for when there are more."""
+MOST_OF_BYTES = 4096
+"""Most ways to store a part of a unit where time is free: there are fewer that matter."""
 STEPS = 12_000_000
 """Most steps from state to state that a search may be expected to take; it then takes a few seconds at most."""
 
@@ -100,7 +102,8 @@ def _ticks_in_second(units: Sequence[Unit]) -> float:
     """A power of two, such that all times together are at most 2^50 whole ticks."""
     saved = [s for unit in units for s in (*unit.arguments, *unit.internal, *unit.after)]
     longest = [max(s.compress_seconds, s.offload_seconds or 0.0) for s in saved]
-    return 2.0 ** (50 - math.frexp(sum(longest) + sum(unit.seconds or 0.0 for unit in units))[1])
+    total = sum(longest) + sum(unit.seconds or 0.0 for unit in units)
+    return 2.0 ** (50 - math.frexp(max(total, 1e-9))[1])
 
 
 def _improved(bound: Bound, mix: Any) -> Any:
@@ -108,7 +111,7 @@ def _improved(bound: Bound, mix: Any) -> Any:
     limit: float = math.inf
     tensors = sum(len(saved_of(unit, "kept")) for unit in set(bound.units))
     for states, wider in pairwise((*MOST, MOST[-1])):
-        search = _Search(bound, states, states if bound.ticks_in_second else MOST[-1])
+        search = _Search(bound, states, states if bound.ticks_in_second else MOST_OF_BYTES)
         found = search.best(limit)
         if found is not None:
             limit, mix = found

@@ -18,6 +18,7 @@ Part = Literal["kept", "recomputed", "arguments", "after"]
 """What of a unit a step decides: all of one that is kept or of a segment by itself; or of a longer segment the first
 block's arguments or the code behind a block."""
 
+NUM_PRICES = 16
 WAYS: tuple[Way, ...] = ("kept", "compressed", "offloaded")
 Step = tuple[int, Part, Any]
 """Index of a unit, what is decided, and of each of its tensors an index into `WAYS`."""
@@ -110,7 +111,7 @@ class Choices:
         return Choices(self.ticks[index], self.stored[index], self.moved[index], self.ways[index], complete)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def choices(items: tuple[Saved, ...], ticks_in_second: float, in_flight: int, most: int) -> Choices:
     """Ways to store some tensors.
 
@@ -122,7 +123,7 @@ def choices(items: tuple[Saved, ...], ticks_in_second: float, in_flight: int, mo
     """
     zero = np.zeros(1, np.int64)
     found = Choices(zero, zero, zero, np.zeros((1, 0), np.uint8), complete=True)
-    prices = _prices(items, ticks_in_second, most // 8)
+    prices = _prices(items, ticks_in_second)
     for saved in items:
         way, ticks, stored, moved = np.array(list(options(saved, ticks_in_second)), np.int64).T
         ways = np.repeat(found.ways, len(way), axis=0), np.tile(way.astype(np.uint8), len(found.ticks))
@@ -151,11 +152,11 @@ def unsurpassed(first: Numbers, second: Numbers, third: Numbers) -> Numbers:
     return np.array([state[3] for state in front(states)], np.int64)
 
 
-def _prices(items: tuple[Saved, ...], ticks_in_second: float, count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _prices(items: tuple[Saved, ...], ticks_in_second: float) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Ticks a byte, from less than any tensor's way saves bytes for to more."""
     found = [(o[1], saved.num_bytes - o[2]) for saved in items for o in options(saved, ticks_in_second)]
     slopes = [ticks / saved for ticks, saved in found if ticks and saved] or [1.0]
-    return np.geomspace(min(slopes) / 4, max(slopes) * 4, count)
+    return np.geomspace(min(slopes) / 4, max(slopes) * 4, NUM_PRICES)
 
 
 def _costs(ticks: Numbers, stored: Numbers, at_next: Numbers, prices: Any) -> Any:
