@@ -21,13 +21,14 @@ class Network(LightningModule):
 
     Args:
         blocks: Lists of layers.
+        shrink: What the published widths are divided by; wide ones learn more slowly.
         size: Height and width of an image.
     """
 
-    def __init__(self, blocks: Sequence[Sequence[nn.Module]], size: int) -> None:
+    def __init__(self, blocks: Sequence[Sequence[nn.Module]], shrink: int, size: int) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*(nn.Sequential(*layers) for layers in blocks))
-        self.size = size
+        self.learning_rate, self.size = shrink / 8000, size
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
@@ -43,7 +44,7 @@ class Network(LightningModule):
         return F.cross_entropy(self(images), classes)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), 1e-3)
+        return torch.optim.AdamW(self.parameters(), self.learning_rate)
 
 
 def convolution(inputs: int, outputs: int, kernel: int, *pool: nn.Module, **options: int) -> list[nn.Module]:
@@ -85,7 +86,7 @@ class AlexNet(Network):
             convolution(c, c, 3, padding=1, groups=2),
             convolution(c, b, 3, nn.MaxPool2d(3, 2), padding=1, groups=2),
         ]
-        super().__init__(with_classifier(features, size, full, full), size)
+        super().__init__(with_classifier(features, size, full, full), shrink, size)
 
 
 class NiN(Network):
@@ -111,7 +112,7 @@ class NiN(Network):
             block(b, c, 3, c, nn.MaxPool2d(3, 2, ceil_mode=True), nn.Dropout(), padding=1),
             block(c, d, 3, NUM_CLASSES, nn.AdaptiveAvgPool2d(1), nn.Flatten(), padding=1),
         ]
-        super().__init__(blocks, size)
+        super().__init__(blocks, shrink, size)
 
 
 class OverFeat(Network):
@@ -131,7 +132,7 @@ class OverFeat(Network):
             convolution(c, d, 3, padding=1),
             convolution(d, d, 3, nn.MaxPool2d(2), padding=1),
         ]
-        super().__init__(with_classifier(features, size, e, f), size)
+        super().__init__(with_classifier(features, size, e, f), shrink, size)
 
 
 class VGG16(Network):
@@ -149,7 +150,7 @@ class VGG16(Network):
                 features.append(convolution(inputs, published // shrink, 3, padding=1))
                 inputs = published // shrink
             features[-1].append(nn.MaxPool2d(2))
-        super().__init__(with_classifier(features, size, 4096 // shrink, 4096 // shrink), size)
+        super().__init__(with_classifier(features, size, 4096 // shrink, 4096 // shrink), shrink, size)
 
 
 class Mixed(nn.Module):
@@ -209,7 +210,7 @@ class Inception(Network):
                 blocks.append([Mixed(inputs, one, (before3, three), (before5, five), last)])
                 inputs = one + three + five + last
             blocks[-1].append(nn.AdaptiveAvgPool2d(1) if stage is MIXED[-1] else pool())
-        super().__init__([*blocks, [nn.Flatten(), nn.Dropout(0.4), nn.Linear(inputs, NUM_CLASSES)]], size)
+        super().__init__([*blocks, [nn.Flatten(), nn.Dropout(0.4), nn.Linear(inputs, NUM_CLASSES)]], shrink, size)
 
 
 class Residual(nn.Module):
@@ -248,7 +249,7 @@ class ResNet(Network):
         stem = [nn.Conv2d(3, a, 7, 2, 3, bias=False), nn.BatchNorm2d(a), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
         pairs = ((a, a), (a, a), (a, b), (b, b), (b, c), (c, c), (c, d), (d, d))
         head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(d, NUM_CLASSES)]
-        super().__init__([stem, *([Residual(*pair)] for pair in pairs), head], size)
+        super().__init__([stem, *([Residual(*pair)] for pair in pairs), head], shrink, size)
 
 
 NETWORKS: dict[str, type[Network]] = {
