@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import T5Config, T5ForConditionalGeneration
 
-from examples import gpt, moe
+from examples import gpt, moe, networks
 from tests.small import trainer_of
 
 STEPS, BATCH, LENGTH = 3, 4, 8
@@ -100,7 +100,22 @@ class Experts(GPT):
         self.blocks = nn.ModuleList(moe.MoEBlock(16, 2, num_experts=4, top_k=2) for _ in range(3))
 
 
+def narrow(network):
+    """One of the examples' networks, narrower still."""
+
+    class Narrow(network):
+        def __init__(self):
+            super().__init__(shrink=16)
+
+        def batches(self):
+            images, classes = networks.pictures(STEPS * BATCH, self.size).tensors
+            return list(zip(images.split(BATCH), classes.split(BATCH), strict=True))
+
+    return Narrow
+
+
 MODELS = {model.__name__: model for model in (GPT, ResNet, T5)}
+NETWORKS = {name: narrow(network) for name, network in networks.NETWORKS.items()}
 OTHERS = {"Experts": Experts}
 
 
@@ -124,7 +139,7 @@ def digest(named):
     for name, tensor in named:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         found.update(f"{name} {list(local.shape)}".encode())
-        found.update(local.detach().contiguous().reshape(-1).numpy().tobytes())
+        found.update(local.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
@@ -133,7 +148,7 @@ def bits(model, callbacks=(), strategy="auto", **options):
     torch.manual_seed(1)
     random.seed(1)
     numpy.random.seed(1)
-    module = (MODELS | OTHERS)[model]()
+    module = (MODELS | OTHERS)[model]() if isinstance(model, str) else model()
     watch = Bits()
     data = DataLoader(module.batches(), batch_size=None)
     trainer_of(strategy, callbacks=[*callbacks, watch], limit_val_batches=0, **options).fit(module, data)
