@@ -72,7 +72,7 @@ def _is_rank() -> bool:
 def fit(module: LightningModule, batches: Sequence[Any], **keywords: Any) -> None:
     """Train on each batch once, with nothing around the steps that a user could turn off."""
     bare = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    trainer = Trainer(accelerator="cpu", max_epochs=1, **dict.fromkeys(bare, False), **keywords)
+    trainer = Trainer(**{"accelerator": "cpu", "max_epochs": 1, **dict.fromkeys(bare, False), **keywords})
     trainer.fit(module, DataLoader(batches, batch_size=None))
 
 

@@ -1,7 +1,8 @@
 """On one device: float16 over float32 masters against torch's AMP and float32, and what callbacks hold less of memory.
 
 ``python benchmarks/device.py`` runs all cases, ``python benchmarks/device.py CASE`` one of them. The figures are about
-a GPU; without one it trains a small model on the CPU, which shows that the cases run, and leaves memory out.
+a GPU; without one it trains a small model on the CPU, which shows that the cases run, and leaves memory out. On a GPU
+compression's cases are there too, with networks as wide as published.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from io import StringIO
 from statistics import median
 from typing import Any
 
+import activation_compression as compression
 import torch
 import torch.distributed as dist
 from common import compare, report, run
@@ -153,6 +155,8 @@ def less(case: str, name: str) -> None:
 CASES = {
     **{f"masters_over_{rival}": (1, partial(over, rival=rival)) for rival in ("amp", "fp32")},
     **{name: (1, partial(less, name=name)) for name in LESS},
+    # without a GPU they are those of the other file
+    **({f"compression_{name}": case for name, case in compression.CASES.items()} if DEVICE == "cuda" else {}),
 }
 
 
