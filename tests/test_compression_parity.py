@@ -30,7 +30,7 @@ NORMALISED = ("AlexNet", "Inception")  # torch normalises responses of 16 bits o
 
 
 def rows_of(layout, *, is_full):
-    """(network, precision, techniques): each network once, by turns, and three of them beside others; or all."""
+    """(network, precision, techniques): each network once, by turns, and one beside others; or all."""
     shift = list(LAYOUTS).index(layout)
     if is_full:
         pairs = [(network, precision) for network in NETWORKS for precision in PRECISIONS]
@@ -38,7 +38,7 @@ def rows_of(layout, *, is_full):
     else:
         turns = [PRECISIONS[(number + shift) % 2] for number in range(len(NETWORKS))]
         rows = [(network, precision, ()) for network, precision in zip(NETWORKS, turns, strict=True)]
-        rows += [(*rows[(number + shift) % len(rows)][:2], names) for number, names in enumerate(BESIDE)]
+        rows.append((*rows[shift][:2], BESIDE[shift % len(BESIDE)]))
     return [row for row in rows if row[1] != "bf16-true" or not row[0].startswith(NORMALISED)]
 
 
