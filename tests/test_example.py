@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from examples import checkpoints as checkpoints_example
 from examples import meta as meta_example
 from examples import moe as moe_example
+from examples.compression import main as compression
 from examples.gpt import GPT, StandardLibrary, Windows, library_files, read, split
 from examples.ledgers import main as ledgers
 from examples.memory import main as memory
@@ -125,6 +126,18 @@ def test_a_model_that_holds_less_has_the_same_bits(tmp_path, capsys):
     assert min(less.recomputed, less.on_host) > plain.recomputed == plain.on_host == 0
     assert capsys.readouterr().out.count(" yes ") == 2
     assert {path.name for path in tmp_path.iterdir()} == {"plain.png", "all three.png"}
+
+
+def test_a_network_that_is_compressed_without_loss_has_the_same_bits(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    outcomes = compression("OverFeat", max_steps=2)
+    plain, lossless, *lossy = outcomes.values()
+    torch.testing.assert_close(lossless.weights, plain.weights, rtol=0, atol=0)
+    assert all(plain.saved > 1.5 * lossless.saved > 1.5 * outcome.saved for outcome in lossy)
+    assert capsys.readouterr().out.count(" yes ") == 2
+    assert len(list((tmp_path / "compression").iterdir())) == 4
+    with pytest.raises(SystemExit, match="'LeNet' is none of AlexNet, "):
+        compression("LeNet")
 
 
 def late(devices):
