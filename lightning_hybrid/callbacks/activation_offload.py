@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_hybrid.callbacks.arguments import check_whole
 from lightning_hybrid.callbacks.blocks import choose_blocks
+from lightning_hybrid.callbacks.memory_policy import MemoryTechnique
 from lightning_hybrid.callbacks.reports import show
 from lightning_hybrid.functional.offloading import cheapest_offload
 from lightning_hybrid.parallel.ledgers.traffic import over_ranks
@@ -21,7 +22,7 @@ from lightning_hybrid.parallel.memory.offload import CONVOLUTIONS, Offload, Poli
 MIN_BYTES = 2**20
 
 
-class ActivationOffload(Callback):
+class ActivationOffload(MemoryTechnique):
     """Moves what autograd saves to host memory, and back one block ahead of the backward pass; with any strategy.
 
     Gradients are bitwise those without it. A copy to host memory begins as soon as something is saved, from a stream of
@@ -83,6 +84,7 @@ class ActivationOffload(Callback):
                 f"ActivationOffload cannot tell parameters from activations under stage 3 of "
                 f"{type(trainer.strategy).__name__}, which swaps their memory. Use hybrid_zero3, or stage 2."
             )
+        super().setup(trainer, pl_module, stage)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -90,11 +92,13 @@ class ActivationOffload(Callback):
         self.sizes, self.plan = {}, None
         blocks = self._groups(trainer, pl_module)
         self._offload = Offload(pl_module, blocks, trainer.strategy.root_device, self.policy, self.min_bytes)
+        super().on_fit_start(trainer, pl_module)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         assert self._offload is not None
         self._offload.start()
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     @override
     def on_train_batch_end(
@@ -109,22 +113,32 @@ class ActivationOffload(Callback):
                 f"ActivationOffload moves nothing: with policy={self.policy!r} the first batch saved no storage of "
                 f"min_bytes={self.min_bytes} or more that can move. Lower min_bytes, or leave the callback out."
             )
-        if self.budget_bytes is not None and self.plan is None:
+        if self.budget_bytes is not None and self.plan is None and self.joint is None:
             self._make_plan(self._offload, self.budget_bytes)
             show(trainer, self.table())
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._offload is not None
         self._offload.stop()  # a hook may have skipped the rest of the epoch in the middle of a batch
+        super().on_train_epoch_end(trainer, pl_module)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_end(trainer, pl_module)
         self._close()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        super().on_exception(trainer, pl_module, exception)
         self._close()
+
+    @property
+    @override
+    def runtime(self) -> Offload:
+        assert self._offload is not None
+        return self._offload
 
     def table(self) -> Table:
         """What the first batch moved on this rank, by group, and what the plan moves since."""

@@ -12,7 +12,8 @@ from typing_extensions import override
 
 from lightning_hybrid.callbacks.activation_offload import ActivationOffload
 from lightning_hybrid.callbacks.arguments import check_whole
-from lightning_hybrid.callbacks.blocks import choose_blocks
+from lightning_hybrid.callbacks.blocks import choose_blocks, first_blocks
+from lightning_hybrid.callbacks.memory_policy import MemoryTechnique
 from lightning_hybrid.callbacks.reports import show
 from lightning_hybrid.functional.recomputation import cheapest_segments, square_root_segments
 from lightning_hybrid.functional.segments import PLAN_COLUMNS, BlockCost, Segment, plan_rows
@@ -30,7 +31,7 @@ MEASURED_STEPS = {"sqrt": 1, "budget": 2}
 """The first step also warms up, and its times are long."""
 
 
-class ActivationRecompute(Callback):
+class ActivationRecompute(MemoryTechnique):
     """Drops what blocks save for backward and runs them again there, with any strategy but FSDP's and DeepSpeed's.
 
     Gradients are those without it, to the bit: random numbers (torch's, Python's, NumPy's, and of generators that are
@@ -86,6 +87,7 @@ class ActivationRecompute(Callback):
             raise ValueError(f"keep={list(keep)} says what policy='selective' keeps, and policy is {policy!r}.")
         self.policy: str = "budget" if budget_bytes is not None else policy or "full"
         self.budget_bytes, self.blocks = budget_bytes, blocks
+        self._given_policy = policy
         self._contexts = Selective(check_operations(keep or PRODUCTS)) if policy == "selective" else None
         self.partition_over_tensor_axis = partition_over_tensor_axis
         self.costs: dict[str, BlockCost] = {}
@@ -115,6 +117,9 @@ class ActivationRecompute(Callback):
             )
         if self.partition_over_tensor_axis and not hasattr(type(trainer.strategy), "tensor_group"):
             raise _no_axis(trainer)
+        super().setup(trainer, pl_module, stage)
+        if self.joint is not None:
+            self._check_joint(self.joint.budget_bytes)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -140,14 +145,16 @@ class ActivationRecompute(Callback):
             for position, site in enumerate(sites)
         ]
         self.costs, self.plan, self._steps = {}, [], 0
-        if self.policy in MEASURED_STEPS:
+        if self.policy in MEASURED_STEPS and self.joint is None:
             self._meter = CostMeter(pl_module, len(sites), device)
             self._recomputation.observer = self._meter
+        super().on_fit_start(trainer, pl_module)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._meter is not None:
             self._meter.start()
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     @override
     def on_train_batch_end(
@@ -155,13 +162,13 @@ class ActivationRecompute(Callback):
     ) -> None:
         if self._partition is not None:
             self._partition.buffers.settle()
-        if self._meter is None:
-            return
-        self._steps += 1
-        if self._steps == MEASURED_STEPS[self.policy]:
-            meter, self._meter = self._meter, None
-            self._recomputation.observer = None
-            self._decide(trainer, meter)
+        if self._meter is not None:
+            self._steps += 1
+            if self._steps == MEASURED_STEPS[self.policy]:
+                meter, self._meter = self._meter, None
+                self._recomputation.observer = None
+                self._decide(trainer, meter)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -169,7 +176,23 @@ class ActivationRecompute(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        super().on_exception(trainer, pl_module, exception)
         self._leave()
+
+    @property
+    @override
+    def runtime(self) -> Recomputation:
+        return self._recomputation
+
+    def _check_joint(self, budget_bytes: int) -> None:
+        """Refuse what a plan over several callbacks cannot take into account."""
+        wrong = f"policy={self._given_policy!r}" if self._given_policy is not None else ""
+        wrong = "partition_over_tensor_axis=True" if self.partition_over_tensor_axis else wrong
+        if wrong:
+            raise ValueError(
+                f"budget_bytes={budget_bytes} with ActivationRecompute({wrong}): one plan over several callbacks "
+                "decides which blocks are recomputed, and what becomes of their arguments. Leave it out."
+            )
 
     def _decide(self, trainer: Trainer, meter: CostMeter) -> None:
         """Make a plan, the same on all ranks that run the same blocks; they call it together."""
@@ -183,7 +206,7 @@ class ActivationRecompute(Callback):
         self.costs = {name: cost for name, cost in found.items() if cost is not None}
         self._in_flight = max((number for _, number in peers), default=1)
         costs, error = list(self.costs.values()), ""
-        starts = self._starts(trainer, list(self.costs))
+        starts = first_blocks(trainer, list(self.costs))
         try:
             if self.policy == "sqrt":
                 self.plan = square_root_segments(costs, starts)
@@ -197,13 +220,6 @@ class ActivationRecompute(Callback):
             raise ValueError(" ".join(errors))
         self._apply(names)
         show(trainer, self.table())
-
-    def _starts(self, trainer: Trainer, names: list[str]) -> set[int]:
-        """Blocks that no other of the same list and stage comes before."""
-        lists: list[list[str]] | None = getattr(trainer.strategy, "block_runs", None)
-        run_of = {name: number for number, run in enumerate(lists or []) for name in run}
-        keys = [(name.rpartition(".")[0], run_of.get(name)) for name in names]
-        return {index for index in range(1, len(names)) if keys[index] != keys[index - 1]}
 
     def _apply(self, names: list[str]) -> None:
         segments: list[int | None] = list(range(len(names)))

@@ -30,3 +30,18 @@ def choose_blocks(
     for name in found:
         names.setdefault(pl_module.get_submodule(name), name)  # a shared one by its first name
     return {name: module for module, name in names.items()}
+
+
+def choose_groups(
+    trainer: Trainer, pl_module: LightningModule, lists: str | Sequence[str] | None
+) -> dict[str, nn.Module]:
+    """Blocks as by :func:`choose_blocks`; in a model without lists its children."""
+    return choose_blocks(trainer, pl_module, lists) or dict(pl_module.named_children())
+
+
+def first_blocks(trainer: Trainer, names: Sequence[str]) -> set[int]:
+    """Positions of blocks, the first apart, that no other of the same list and stage comes before."""
+    lists: list[list[str]] | None = getattr(trainer.strategy, "block_runs", None)
+    run_of = {name: number for number, run in enumerate(lists or []) for name in run}
+    keys = [(name.rpartition(".")[0], run_of.get(name)) for name in names]
+    return {index for index in range(1, len(names)) if keys[index] != keys[index - 1]}

@@ -40,6 +40,8 @@ class Unit:
         internal: What operations of the block save besides.
         after: What the code behind the block saves. It is never recomputed.
         seconds: Time of the block's forward; None if the block cannot be recomputed.
+        results: Bytes that operations of the block save and that are arguments of the next unit's, where they count.
+            While the block runs, and in its backward, they are there.
     """
 
     arguments: tuple[Saved, ...] = ()
@@ -47,6 +49,7 @@ class Unit:
     internal: tuple[Saved, ...] = ()
     after: tuple[Saved, ...] = ()
     seconds: float | None = None
+    results: int = 0
 
     @property
     def saved_arguments(self) -> tuple[Saved, ...]:
@@ -88,7 +91,7 @@ def check_units(units: Sequence[Unit]) -> None:
             raise ValueError(f"is_saved must say of each of {len(unit.arguments)} arguments, got {unit.is_saved}.")
         saved = [*unit.arguments, *unit.internal, *unit.after]
         times = [unit.seconds, *(s.compress_seconds for s in saved), *(s.offload_seconds for s in saved)]
-        sizes = [*(s.num_bytes for s in saved), *(s.compressed_bytes for s in saved)]
+        sizes = [unit.results, *(s.num_bytes for s in saved), *(s.compressed_bytes for s in saved)]
         wrong = [cost for cost in (*sizes, *times) if cost is not None and not 0 <= cost < math.inf]
         if wrong:
             raise ValueError(f"Costs must be finite and not negative, got {wrong[0]} in {unit}. Measure them again.")
@@ -105,13 +108,13 @@ def bytes_at(units: Sequence[Unit], segment: Segment) -> int:
     """Bytes that a segment has on the device while it runs or is in its backward, whatever becomes of them elsewhere.
 
     Of a kept unit that is all that it saves; of a recomputed segment the arguments of its first block, what operations
-    of all its blocks save besides, and what the code behind each of them does.
+    of all its blocks save besides, and what the code behind each of them does; and the last one's results.
     """
     first, *others = units[segment.start : segment.stop]
     there = [first.arguments if segment.recomputed else first.saved_arguments, first.internal, first.after]
     for unit in others:
         there += [unit.saved_arguments, unit.internal, unit.after]
-    return sum(saved.num_bytes for part in there for saved in part)
+    return units[segment.stop - 1].results + sum(saved.num_bytes for part in there for saved in part)
 
 
 def mix_stored_bytes(units: Sequence[Unit], mix: Mix) -> int:
@@ -160,20 +163,42 @@ def mix_rows(names: Sequence[str], units: Sequence[Unit], mix: Mix) -> list[tupl
     return [*rows, ("all", *_cells(units, mix, mix.segments))]
 
 
-def _cells(units: Sequence[Unit], mix: Mix, segments: Collection[Segment]) -> tuple[str, ...]:
+def mix_bytes(units: Sequence[Unit], mix: Mix) -> dict[str, int]:
+    """Bytes of a micro-batch by what becomes of them.
+
+    Args:
+        units: All units.
+        mix: The plan.
+
+    Returns:
+        "kept_bytes", "recomputed_bytes" (what is dropped until a block runs again), "offloaded_bytes",
+        "uncompressed_bytes" and "compressed_bytes": before and after compression.
+    """
+    return _bytes_of(units, mix, mix.segments)
+
+
+def _bytes_of(units: Sequence[Unit], mix: Mix, segments: Collection[Segment]) -> dict[str, int]:
     inside = [(units[i], mix.ways[i]) for s in segments for i in range(s.start, s.stop)]
     pairs = [pair for unit, ways in inside for pair in pairs_of(unit, ways)]
-    recomputed = sum(_dropped(units, segment) for segment in segments if segment.recomputed)
-    encoded = [saved.compressed_bytes or 0 for saved, way in pairs if way == "compressed"]
-    compressed = f"{_total(pairs, 'compressed'):,} to {sum(encoded):,}" if encoded else "0"
-    amounts = [_total(pairs, "kept"), recomputed, _total(pairs, "offloaded")]
-    return (*(f"{n:,}" for n in amounts), compressed, f"{1000 * math.fsum(_times(units, mix, segments)):.2f}")
+    dropped = [
+        bytes_at(units, s) - units[s.stop - 1].results - sum(saved.num_bytes for saved in units[s.start].arguments)
+        - sum(saved.num_bytes for unit in units[s.start : s.stop] for saved in unit.after)
+        for s in segments
+        if s.recomputed
+    ]  # fmt: skip
+    return {
+        "kept_bytes": _total(pairs, "kept"),
+        "recomputed_bytes": sum(dropped),
+        "offloaded_bytes": _total(pairs, "offloaded"),
+        "uncompressed_bytes": _total(pairs, "compressed"),
+        "compressed_bytes": sum(saved.compressed_bytes or 0 for saved, way in pairs if way == "compressed"),
+    }
 
 
-def _dropped(units: Sequence[Unit], segment: Segment) -> int:
-    """Bytes that operations of a recomputed segment save when they run again."""
-    others = [units[segment.start].arguments, *(unit.after for unit in units[segment.start : segment.stop])]
-    return bytes_at(units, segment) - sum(saved.num_bytes for part in others for saved in part)
+def _cells(units: Sequence[Unit], mix: Mix, segments: Collection[Segment]) -> tuple[str, ...]:
+    kept, recomputed, offloaded, before, after = (f"{n:,}" for n in _bytes_of(units, mix, segments).values())
+    compressed = "0" if before == "0" else f"{before} to {after}"
+    return kept, recomputed, offloaded, compressed, f"{1000 * math.fsum(_times(units, mix, segments)):.2f}"
 
 
 def _times(units: Sequence[Unit], mix: Mix, segments: Iterable[Segment]) -> Iterator[float]:

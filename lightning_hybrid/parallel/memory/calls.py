@@ -21,9 +21,10 @@ class Order(IntEnum):
     """From the outermost layer to the innermost, in whatever order they are added."""
 
     REGION = 0
-    WATCH = 1
-    RECOMPUTE = 2
-    STREAM = 3
+    NUMBER = 1
+    WATCH = 2
+    RECOMPUTE = 3
+    STREAM = 4
 
 
 class Layer(Protocol):

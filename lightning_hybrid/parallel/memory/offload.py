@@ -46,6 +46,7 @@ class Offload:
 
     Attributes:
         plan: Names of groups that stay if False; those that are not in it go.
+        chooses: Asked whether each saved tensor is to go that can; None for all.
         sizes: Bytes that went, by group, of one pass at most; in the order in which groups run. What two groups save
             counts for both.
         in_flight: Most passes at once that held something of one group.
@@ -56,6 +57,7 @@ class Offload:
         self, root: nn.Module, blocks: Mapping[str, nn.Module], device: torch.device, policy: Policy, min_bytes: int
     ) -> None:
         self.plan: dict[str, bool] = {}
+        self.chooses: Callable[[Tensor], bool] | None = None
         self.sizes: dict[str, int] = {}
         device = unnumbered(device)
         self.in_flight, self.copies = 0, Copies(device)
@@ -92,6 +94,10 @@ class Offload:
             remove()
         self._removes.clear()
 
+    def can_move(self, tensor: Tensor) -> bool:
+        """Whether a tensor would move that an operation is saving now."""
+        return self._may_move(tensor) and self._is_wanted(self._group)
+
     def _begin_pass(self, trained: bool) -> None:
         self._settle(self._number + 1)
         self._is_probe = not trained
@@ -118,7 +124,10 @@ class Offload:
             self._begin_group(f"(after {name})", is_block=False)
 
     def _pack(self, tensor: Tensor) -> Packed | None:
-        if self._is_probe or in_backward() or not self._may_move(tensor):
+        if self._is_probe or in_backward():
+            return None
+        chosen = self.chooses is None or self.chooses(tensor)
+        if not chosen or not self._may_move(tensor):
             return None
         group, stored = self._group, self._stored(tensor)
         if not stored.moves and self._is_wanted(group):

@@ -1,0 +1,170 @@
+"""Names for saved storages that are the same from step to step, whether or not blocks are recomputed.
+
+A plan that is made from what two steps have shown must find each storage again in later steps, where some blocks save
+nothing that anyone sees. So storages are numbered within the block that saves them, or within the code between blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_hybrid.compat import in_backward, storage_key
+from lightning_hybrid.functional.trees import leaves_of
+from lightning_hybrid.parallel.ledgers.fixed import FixedStorages
+from lightning_hybrid.parallel.memory import passes
+from lightning_hybrid.parallel.memory.calls import Order, surround
+from lightning_hybrid.parallel.memory.inputs import place_of
+from lightning_hybrid.parallel.tensor.split_tensor import part_of
+
+BEFORE = "(before blocks)"
+
+
+class Key(NamedTuple):
+    """Where a pass meets a storage.
+
+    Attributes:
+        group: The block that runs, "(after NAME)" for the code behind it, or `BEFORE`.
+        number: Of the storages that the group saves, in the order of their first time; or of the block's arguments.
+        is_argument: Which of the two.
+    """
+
+    group: str
+    number: int
+    is_argument: bool
+
+
+@dataclass
+class Met:
+    """A storage that a pass has met.
+
+    Attributes:
+        num_bytes: Its bytes.
+        keys: One for each group that saves it and each block that gets it, in the order in which it was met.
+        handed_on: Blocks that get it as it was given by the block just before.
+    """
+
+    num_bytes: int
+    keys: list[Key] = field(default_factory=list)
+    handed_on: set[str] = field(default_factory=set)
+    _identity: StorageWeakRef | None = None  # no other storage gets it meanwhile
+
+    def add(self, key: Key) -> bool:
+        """Note a key, if there is none of its group; returns whether there was none."""
+        is_new = all(known.group != key.group for known in self.keys)
+        if is_new:
+            self.keys.append(key)
+        return is_new
+
+
+def after(name: str) -> str:
+    """The group of the code behind a block."""
+    return f"(after {name})"
+
+
+class SavedKeys:
+    """Numbers what forward passes save within `start` and `stop`.
+
+    Parameters and buffers have no keys, nor have sparse tensors, and those of subclasses or on other devices. A block
+    that is called again begins another pass here, so that all its calls are alike.
+
+    Args:
+        root: The module that is trained.
+        blocks: Modules in it by name.
+        device: Where it runs.
+
+    Attributes:
+        group: What runs; see `Key`.
+        observer: Told of each pass that has ended: what it met, and the blocks it called, in order.
+    """
+
+    def __init__(self, root: nn.Module, blocks: Mapping[str, nn.Module], device: torch.device) -> None:
+        self.observer: Callable[[list[Met], list[str]], object] | None = None
+        self._fixed = FixedStorages(root)
+        self._device = torch.device("cpu") if device.type == "cpu" else device  # which some number
+        self._active, self._is_probe, self.group = False, False, BEFORE
+        self._met: dict[int, Met] = {}
+        self._numbers, self._called = Counter[str](), dict[str, None]()
+        self._results = set[Any]()  # of the block before, as `place_of` tells them apart
+        self._removes = [surround(block, Order.NUMBER, partial(self._around, name)) for name, block in blocks.items()]
+
+    def start(self) -> None:
+        """A batch begins."""
+        self._fixed.start()
+        self._begin_pass(trained=True)
+        passes.observers.append(self._begin_pass)
+        self._active = True
+
+    def stop(self) -> None:
+        """The batch is over."""
+        if self._active:
+            self._active = False
+            passes.observers.remove(self._begin_pass)
+            self._begin_pass(trained=True)
+
+    def close(self) -> None:
+        """Leave the modules as they were."""
+        self.stop()
+        for remove in self._removes:
+            remove()
+        self._removes.clear()
+
+    def saved(self, tensor: Tensor) -> Met | None:
+        """What is known of the storage of a tensor that is being saved; None if it has no keys.
+
+        Ask for each tensor that autograd saves, in the order in which it does; once more changes nothing.
+        """
+        if not self._active or self._is_probe or in_backward() or not self._counts(tensor):
+            return None
+        met = self._meet(tensor)
+        self._numbers[self.group] += met.add(Key(self.group, self._numbers[self.group], is_argument=False))
+        return met
+
+    def _begin_pass(self, trained: bool) -> None:
+        if self.observer is not None and self._met:
+            self.observer(list(self._met.values()), list(self._called))
+        self._is_probe, self.group = not trained, BEFORE
+        for of_pass in (self._met, self._numbers, self._called, self._results):
+            of_pass.clear()
+
+    def _around(self, name: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Called in a block's place."""
+        if not self._active or self._is_probe or in_backward() or not torch.is_grad_enabled():
+            return proceed(*args, **kwargs)
+        if name in self._called:
+            self._begin_pass(trained=True)
+        self._called[name] = None
+        self.group = name
+        for number, tensor in enumerate(self._tensors(args, kwargs)):
+            met = self._meet(tensor)
+            met.add(Key(name, number, is_argument=True))
+            if place_of(tensor) in self._results:
+                met.handed_on.add(name)
+        try:
+            result = proceed(*args, **kwargs)
+        finally:
+            self.group = after(name)
+        self._results.clear()
+        for tensor in self._tensors(result):
+            self._meet(tensor)
+            self._results.add(place_of(tensor))
+        return result
+
+    def _tensors(self, *trees: Any) -> list[Tensor]:
+        parts = [part_of(leaf) for leaf in leaves_of(trees) if isinstance(leaf, Tensor)]
+        return [part for part in parts if self._counts(part)]
+
+    def _counts(self, tensor: Tensor) -> bool:
+        plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
+        return plain and tensor.device == self._device and not self._fixed.is_fixed(tensor)
+
+    def _meet(self, tensor: Tensor) -> Met:
+        storage = tensor.untyped_storage()
+        return self._met.setdefault(storage_key(tensor), Met(storage.nbytes(), _identity=StorageWeakRef(storage)))

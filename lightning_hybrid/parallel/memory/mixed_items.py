@@ -1,0 +1,206 @@
+"""What was measured of saved storages, by the names that they have in every step, and the units of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from lightning_hybrid.functional.mixing_plan import Mix, Saved, Unit, Way
+from lightning_hybrid.parallel.memory.keys import BEFORE, Key, Met, after
+
+Part = Literal["arguments", "internal", "after"]
+PARTS: tuple[Part, ...] = ("arguments", "internal", "after")
+SPARE = 16
+"""Sparse codes change in size from step to step: a plan counts on one part in so many more than the most seen."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A storage that some operation saves, or a repetition of a block needs: the most that passes have shown of it.
+
+    Attributes:
+        num_bytes: Its bytes.
+        keys: Where passes have met it.
+        is_saved: Of a block's argument, whether operations save it.
+        compressed_bytes: Bytes of its code; None if there is none that is smaller.
+        compress_seconds: Time to encode and decode it.
+        can_move: Whether it may go to host memory.
+    """
+
+    num_bytes: int
+    keys: frozenset[Key] = frozenset()
+    is_saved: bool = True
+    compressed_bytes: int | None = None
+    compress_seconds: float = 0.0
+    can_move: bool = False
+
+    def merged(self, other: Item) -> Item:
+        """Of both the most bytes and time; what cannot be done with one cannot be done."""
+        codes = self.compressed_bytes, other.compressed_bytes
+        return Item(
+            max(self.num_bytes, other.num_bytes),
+            self.keys | other.keys,
+            self.is_saved or other.is_saved,
+            None if codes[0] is None or codes[1] is None else max(codes[0], codes[1]),
+            max(self.compress_seconds, other.compress_seconds),
+            self.can_move and other.can_move,
+        )
+
+    def saved(self, copy_seconds: float) -> Saved:
+        """What a planner needs to know.
+
+        Args:
+            copy_seconds: Time in which a byte goes to host memory and comes back.
+        """
+        code = None if self.compressed_bytes is None else self.compressed_bytes + self.compressed_bytes // SPARE
+        return Saved(
+            self.num_bytes,
+            code if code is not None and code < self.num_bytes else None,
+            self.compress_seconds,
+            self.num_bytes * copy_seconds if self.can_move else None,
+        )
+
+
+@dataclass
+class Measured:
+    """What passes have shown, of one rank or several.
+
+    Attributes:
+        order: Names of units: blocks, and "(before NAME)" for what stands before a pass's first block.
+        items: By unit, part of it, and first key.
+        results: By unit, bytes that its block saves and hands on to the next block, which has the item.
+        seconds: Of each block, time of its forward.
+        in_flight: Most passes of which something was held at once.
+        copy_seconds: Time in which a byte goes to host memory and comes back.
+    """
+
+    order: list[str] = field(default_factory=list)
+    items: dict[tuple[str, Part, Key], Item] = field(default_factory=dict)
+    results: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    in_flight: int = 1
+    copy_seconds: float = 0.0
+
+    @property
+    def blocks(self) -> set[str]:
+        """Names of the blocks that were called."""
+        return {name for name in self.order if not name.startswith("(")}
+
+    def add(self, other: Measured) -> None:
+        """Take in what other passes have shown."""
+        before: str | None = None
+        for name in other.order:
+            if name not in self.order:
+                self.order.insert(self._place_behind(before), name)
+            before = name
+        for key, item in other.items.items():
+            self.items[key] = self.items[key].merged(item) if key in self.items else item
+        for name, num_bytes in other.results.items():
+            self.results[name] = max(self.results.get(name, 0), num_bytes)
+        for name, seconds in other.seconds.items():
+            self.seconds[name] = max(self.seconds.get(name, 0.0), seconds)
+        self.in_flight = max(self.in_flight, other.in_flight)
+        self.copy_seconds = max(self.copy_seconds, other.copy_seconds)
+
+    def _place_behind(self, name: str | None) -> int:
+        """Another chunk of a model, which begins with a unit of its own, goes behind those that are there."""
+        return len(self.order) if name is None else self.order.index(name) + 1
+
+
+def before(block: str | None) -> str:
+    """The unit of what stands before a pass's first block."""
+    return BEFORE if block is None else f"(before {block})"
+
+
+def measured_pass(met: Iterable[tuple[Met, Item, Collection[str]]], called: Sequence[str]) -> Measured:
+    """Sort what a pass has met into units.
+
+    An argument that one block alone gets, from the block just before or as the first of its pass, is the block's own.
+    What several groups save otherwise, or several blocks get, is there whatever is recomputed, from the first on.
+
+    Args:
+        met: Each storage, what it takes, and the groups whose operations save it.
+        called: The blocks, in order.
+    """
+    first = before(called[0] if called else None)
+    result = Measured([first, *called])
+    unit_of = {BEFORE: first, **{name: name for name in called}, **{after(name): name for name in called}}
+    earlier = dict(zip(called, result.order, strict=False))
+    for storage, item, savers in met:
+        if not storage.keys:
+            continue
+        item = replace(item, keys=frozenset(storage.keys), is_saved=bool(savers))
+        key, part, unit = storage.keys[0], PARTS[2], unit_of[storage.keys[0].group]
+        receivers = [key for key in storage.keys if key.is_argument]
+        if len(receivers) == 1 and _is_own(storage, receivers[0].group, savers, earlier):
+            key, part, unit = receivers[0], "arguments", receivers[0].group
+            if earlier[unit] in savers:
+                result.results[earlier[unit]] = result.results.get(earlier[unit], 0) + item.num_bytes
+        elif not receivers and set(savers) == {unit}:
+            part = "internal"
+        elif key.is_argument:
+            unit = earlier[unit]
+        result.items[unit, part, key] = item
+    return result
+
+
+def _is_own(storage: Met, block: str, savers: Collection[str], earlier: dict[str, str]) -> bool:
+    is_first = earlier[block] not in earlier
+    return (is_first or block in storage.handed_on) and set(savers) <= {block, earlier[block]} - {BEFORE}
+
+
+@dataclass(frozen=True)
+class Units:
+    """What a planner gets, and which keys its tensors have.
+
+    Attributes:
+        names: Of the units.
+        units: The units.
+        keys: Of each tensor of each part of each unit.
+    """
+
+    names: list[str]
+    units: list[Unit]
+    keys: list[dict[Part, list[frozenset[Key]]]]
+
+    def ways(self, mix: Mix) -> dict[Key, Way]:
+        """What becomes of storages under a plan, by key; of what a key has met in two places, what takes less."""
+        found: dict[Key, Way] = {}
+        for keys, ways in zip(self.keys, mix.ways, strict=True):
+            for part in PARTS:
+                for of_tensor, way in zip(keys[part], getattr(ways, part), strict=True):
+                    for key in of_tensor if way != "dropped" else ():
+                        found[key] = min(way, found.get(key, way), key=TIGHTEST.index)
+        return found
+
+
+TIGHTEST: tuple[Way, ...] = ("offloaded", "compressed", "kept")
+
+
+def units_of(measured: Measured) -> Units:
+    """The units of a plan. What can only be kept is one tensor of its part, so that plans are found faster."""
+    found = Units(list(measured.order), [], [])
+    for name in measured.order:
+        saved: dict[Part, list[Saved]] = {part: [] for part in PARTS}
+        keys: dict[Part, list[frozenset[Key]]] = {part: [] for part in PARTS}
+        flags, fixed = list[bool](), dict[tuple[Part, bool], int]()
+        for (unit, part, _), item in measured.items.items():
+            if unit != name:
+                continue
+            tensor, group = item.saved(measured.copy_seconds), (part, item.is_saved)
+            if tensor.compressed_bytes is None and tensor.offload_seconds is None and group in fixed:
+                index = fixed[group]
+                saved[part][index] = Saved(saved[part][index].num_bytes + tensor.num_bytes)
+                keys[part][index] |= item.keys
+                continue
+            if tensor.compressed_bytes is None and tensor.offload_seconds is None:
+                fixed[group] = len(saved[part])
+            saved[part].append(tensor)
+            keys[part].append(item.keys)
+            flags += [item.is_saved] if part == "arguments" else []
+        arguments, internal, behind = (tuple(saved[part]) for part in PARTS)
+        seconds, results = measured.seconds.get(name), measured.results.get(name, 0)
+        found.units.append(Unit(arguments, tuple(flags), internal, behind, seconds, results))
+        found.keys.append(keys)
+    return found
