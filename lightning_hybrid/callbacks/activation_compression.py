@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from typing_extensions import override
 
 from lightning_hybrid.callbacks.activation_offload import ActivationOffload
 from lightning_hybrid.callbacks.arguments import check_whole
+from lightning_hybrid.callbacks.memory_policy import MemoryTechnique
 from lightning_hybrid.callbacks.pictures import Picture, picture_path, write_picture
 from lightning_hybrid.callbacks.reports import show
 from lightning_hybrid.functional.compressing import (
@@ -29,7 +31,7 @@ MIN_BYTES = 2**10
 FILE = "compression.png"
 
 
-class ActivationCompression(Callback):
+class ActivationCompression(MemoryTechnique):
     """Encodes what autograd saves, between its last use in the forward pass and its backward; with any strategy.
 
     Losslessly, with gradients bitwise those without it:
@@ -48,6 +50,10 @@ class ActivationCompression(Callback):
     Args:
         lossless: Whether to do the first.
         lossy: "fp16", "fp10" (1 sign, 5 exponent and 4 mantissa bits, three to 32 bits) or "fp8" (1-4-3); or None.
+        budget_bytes: Most bytes that a rank may hold for backward, of all micro-batches in flight. Two steps compress
+            all that they can, and measure; then the plan that keeps to the budget and takes the least time is printed,
+            one for all of recomputation, offloading and compression that are in the Trainer. None compresses always.
+        blocks: Dotted names of the lists whose elements are the blocks of that plan; None finds them.
         min_bytes: Storages with fewer bytes stay.
         picture: Where to draw bytes before and after by layer at the end of `fit`: a path that ends in ".png" or is a
             folder; True for `compression.png` in the logger's folder, or without a logger in `default_root_dir`.
@@ -61,10 +67,14 @@ class ActivationCompression(Callback):
     Source: Jain et al. 2018, Gist: Efficient Data Encoding for Deep Neural Network Training (ISCA), section IV.
     """
 
+    plans_alone = False
+
     def __init__(
         self,
         lossless: bool = True,
         lossy: Lossy | None = None,
+        budget_bytes: int | None = None,
+        blocks: str | Sequence[str] | None = None,
         min_bytes: int = MIN_BYTES,
         picture: Picture = False,
     ) -> None:
@@ -75,6 +85,9 @@ class ActivationCompression(Callback):
                 "lossless=False and lossy=None leave nothing to do. Choose lossy, or leave the callback out."
             )
         check_whole("min_bytes", min_bytes, 0, " of bytes")
+        if budget_bytes is not None:
+            check_whole("budget_bytes", budget_bytes, 1, " of bytes")
+        self.budget_bytes, self.blocks = budget_bytes, blocks
         self.lossless, self.lossy, self.min_bytes = bool(lossless), lossy, min_bytes
         self.picture, self._path = picture, ""
         self.layers: dict[str, LayerBytes] = {}
@@ -100,6 +113,7 @@ class ActivationCompression(Callback):
             others = [callback for callback in callbacks if callback is not self]
             others.insert(others.index(offloads[0]) + 1, self)
             trainer.callbacks = others  # type: ignore[attr-defined]
+        super().setup(trainer, pl_module, stage)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -108,11 +122,13 @@ class ActivationCompression(Callback):
         self.layers, self._has_warned = {}, False
         codec = Codec(self.lossless, self.lossy)
         self._compression = Compression(pl_module, trainer.strategy.root_device, codec, self.min_bytes)
+        super().on_fit_start(trainer, pl_module)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         assert self._compression is not None
         self._compression.start()
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     @override
     def on_train_batch_end(
@@ -129,14 +145,17 @@ class ActivationCompression(Callback):
                 f"min_bytes={self.min_bytes} or more would be smaller with lossless={self.lossless}, "
                 f"lossy={self.lossy!r}. Set lossy, or leave the callback out."
             )
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._compression is not None
         self._compression.stop()  # a hook may have skipped the rest of the epoch in the middle of a batch
+        super().on_train_epoch_end(trainer, pl_module)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_end(trainer, pl_module)
         self._close()
         show(trainer, self.table())
         if self._path and trainer.is_global_zero and self.layers:
@@ -145,7 +164,14 @@ class ActivationCompression(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        super().on_exception(trainer, pl_module, exception)
         self._close()
+
+    @property
+    @override
+    def runtime(self) -> Compression:
+        assert self._compression is not None
+        return self._compression
 
     def table(self) -> Table:
         """Bytes of the last batch on this rank before and after, by layer."""

@@ -15,6 +15,7 @@ from lightning_hybrid.callbacks.reports import is_logging_step, log_bytes, show
 from lightning_hybrid.functional.mixing import cheapest_mix
 from lightning_hybrid.functional.mixing_plan import MIX_COLUMNS, Mix, mix_bytes, mix_rows, mix_seconds
 from lightning_hybrid.parallel.ledgers.traffic import over_ranks
+from lightning_hybrid.parallel.memory.compression import Compression
 from lightning_hybrid.parallel.memory.costs import CostMeter
 from lightning_hybrid.parallel.memory.keys import SavedKeys
 from lightning_hybrid.parallel.memory.mixed import MixedChoice, MixMeter, seconds_to_copy
@@ -40,35 +41,34 @@ class MemoryTechnique(Callback):
     blocks: str | Sequence[str] | None
     joint: MemoryPolicy | None = None
     plans_alone: ClassVar[bool] = True
-    _drives = False
 
     @property
-    def runtime(self) -> Recomputation | Offload:
+    def runtime(self) -> Recomputation | Offload | Compression:
         """What does it, from `on_fit_start` on."""
         raise NotImplementedError
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        techniques = [callback for callback in callbacks if isinstance(callback, MemoryTechnique)]
-        self._drives = self is techniques[-1]  # when the others' hooks have run
-        self.joint = MemoryPolicy.of(techniques) if self is techniques[0] else techniques[0].joint
+        techniques = _techniques(trainer)
+        policy = MemoryPolicy.of(techniques)
+        for technique in techniques:  # the one that is set up last makes it for all
+            technique.joint = policy
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.joint is not None and self._drives:
+        if self.joint is not None and self._is_last(trainer):
             self.joint.begin(trainer, pl_module)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self.joint is not None and self._drives:
+        if self.joint is not None and self._is_last(trainer):
             self.joint.start()
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.joint is not None and self._drives:
+        if self.joint is not None and self._is_last(trainer):
             self.joint.stop()
             self.joint.batch_ended(trainer, pl_module)
 
@@ -86,6 +86,15 @@ class MemoryTechnique(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self.joint is not None:
             self.joint.close()
+
+    def _is_last(self, trainer: Trainer) -> bool:
+        """Whether the others' hooks have run, so that it may run those of the policy."""
+        return self is _techniques(trainer)[-1]
+
+
+def _techniques(trainer: Trainer) -> list[MemoryTechnique]:
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if isinstance(callback, MemoryTechnique)]
 
 
 class MemoryPolicy:
@@ -116,6 +125,7 @@ class MemoryPolicy:
         self._steps = 0
         self._recomputation: Recomputation | None = None
         self._offload: Offload | None = None
+        self._compression: Compression | None = None
 
     @staticmethod
     def of(techniques: Sequence[MemoryTechnique]) -> MemoryPolicy | None:
@@ -149,15 +159,14 @@ class MemoryPolicy:
         runtimes = [technique.runtime for technique in self._techniques]
         self._recomputation = next((one for one in runtimes if isinstance(one, Recomputation)), None)
         self._offload = next((one for one in runtimes if isinstance(one, Offload)), None)
+        self._compression = next((one for one in runtimes if isinstance(one, Compression)), None)
         costs, names = None, list[str]()
         if self._recomputation is not None:
             names = [site.name for site in self._recomputation.sites]
             costs = CostMeter(pl_module, len(names), device)
-        can_move = {} if self._offload is None else {"can_move": self._offload.can_move}
-        self._meter = MixMeter(self._keys, costs, names, **can_move)
+        self._meter = MixMeter(self._keys, costs, names, self._offload, self._compression, device)
         if self._recomputation is not None:
             self._recomputation.observer = self._meter
-        self._choose(self._meter.asked, self._meter.asked)
 
     def start(self) -> None:
         """A batch begins."""
@@ -206,8 +215,7 @@ class MemoryPolicy:
         self._meter = None
         if self._recomputation is not None:
             self._recomputation.observer = None
-        in_flight = 0 if self._offload is None else self._offload.in_flight
-        mine = meter.finish(in_flight, 0.0 if self._offload is None else seconds_to_copy(trainer.strategy.root_device))
+        mine = meter.finish(0.0 if self._offload is None else seconds_to_copy(trainer.strategy.root_device))
         for rank, other in enumerate(over_ranks(mine)):
             if rank == trainer.global_rank or mine.blocks & other.blocks:
                 self.measured.add(other)
@@ -247,11 +255,10 @@ class MemoryPolicy:
                         segments[place_of[name]] = len(place_of) + number if segment.recomputed else None
             self._recomputation.segments = segments
         choice = MixedChoice(self._keys, self._units.ways(mix))
-        self._choose(choice.offloads, choice.compresses)
-
-    def _choose(self, offloads: Any, compresses: Any) -> None:
         if self._offload is not None:
-            self._offload.chooses = offloads
+            self._offload.chooses = choice.offloads
+        if self._compression is not None:
+            self._compression.chooses, self._compression.settled = choice.compresses, lambda stored: None
 
 
 def _listed(values: dict[str, Any], name: str) -> str:

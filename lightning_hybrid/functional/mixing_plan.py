@@ -40,8 +40,8 @@ class Unit:
         internal: What operations of the block save besides.
         after: What the code behind the block saves. It is never recomputed.
         seconds: Time of the block's forward; None if the block cannot be recomputed.
-        results: Bytes that operations of the block save and that are arguments of the next unit's, where they count.
-            While the block runs, and in its backward, they are there.
+        beside: Bytes that are there besides while the block runs, and in its backward: what its operations save and
+            the next unit counts among its arguments, and codes of what is there itself.
     """
 
     arguments: tuple[Saved, ...] = ()
@@ -49,7 +49,7 @@ class Unit:
     internal: tuple[Saved, ...] = ()
     after: tuple[Saved, ...] = ()
     seconds: float | None = None
-    results: int = 0
+    beside: int = 0
 
     @property
     def saved_arguments(self) -> tuple[Saved, ...]:
@@ -91,7 +91,7 @@ def check_units(units: Sequence[Unit]) -> None:
             raise ValueError(f"is_saved must say of each of {len(unit.arguments)} arguments, got {unit.is_saved}.")
         saved = [*unit.arguments, *unit.internal, *unit.after]
         times = [unit.seconds, *(s.compress_seconds for s in saved), *(s.offload_seconds for s in saved)]
-        sizes = [unit.results, *(s.num_bytes for s in saved), *(s.compressed_bytes for s in saved)]
+        sizes = [unit.beside, *(s.num_bytes for s in saved), *(s.compressed_bytes for s in saved)]
         wrong = [cost for cost in (*sizes, *times) if cost is not None and not 0 <= cost < math.inf]
         if wrong:
             raise ValueError(f"Costs must be finite and not negative, got {wrong[0]} in {unit}. Measure them again.")
@@ -108,13 +108,13 @@ def bytes_at(units: Sequence[Unit], segment: Segment) -> int:
     """Bytes that a segment has on the device while it runs or is in its backward, whatever becomes of them elsewhere.
 
     Of a kept unit that is all that it saves; of a recomputed segment the arguments of its first block, what operations
-    of all its blocks save besides, and what the code behind each of them does; and the last one's results.
+    of all its blocks save besides, and what the code behind each of them does; and what is beside the last.
     """
     first, *others = units[segment.start : segment.stop]
     there = [first.arguments if segment.recomputed else first.saved_arguments, first.internal, first.after]
     for unit in others:
         there += [unit.saved_arguments, unit.internal, unit.after]
-    return units[segment.stop - 1].results + sum(saved.num_bytes for part in there for saved in part)
+    return units[segment.stop - 1].beside + sum(saved.num_bytes for part in there for saved in part)
 
 
 def mix_stored_bytes(units: Sequence[Unit], mix: Mix) -> int:
@@ -181,7 +181,7 @@ def _bytes_of(units: Sequence[Unit], mix: Mix, segments: Collection[Segment]) ->
     inside = [(units[i], mix.ways[i]) for s in segments for i in range(s.start, s.stop)]
     pairs = [pair for unit, ways in inside for pair in pairs_of(unit, ways)]
     dropped = [
-        bytes_at(units, s) - units[s.stop - 1].results - sum(saved.num_bytes for saved in units[s.start].arguments)
+        bytes_at(units, s) - units[s.stop - 1].beside - sum(saved.num_bytes for saved in units[s.start].arguments)
         - sum(saved.num_bytes for unit in units[s.start : s.stop] for saved in unit.after)
         for s in segments
         if s.recomputed

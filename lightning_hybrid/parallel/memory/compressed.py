@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_hybrid.compat import backward_pass, num_holders, version
+from lightning_hybrid.compat import backward_pass, num_holders, storage_key, version
 from lightning_hybrid.parallel.ledgers.fates import Announcement, Kept, announce
 from lightning_hybrid.parallel.memory.encoding import Codec, Decoder, Encoded, encode
 from lightning_hybrid.parallel.memory.hooks import Packed
@@ -30,7 +30,9 @@ class Compressed:
 
     Attributes:
         module: As given.
+        key: Identity of the storage, as `compat.storage_key`; no other gets it meanwhile.
         num_bytes: Of the storage.
+        savers: Who saved it, and how their tensors lie in it.
         encoded: What is kept of it, once it is encoded.
         is_settled: Whether it has been encoded or passed on.
         is_closed: Whether no graph needs it any more.
@@ -38,13 +40,13 @@ class Compressed:
 
     def __init__(self, tensor: Tensor, module: str, codec: Codec, closed: Callable[[Compressed], object]) -> None:
         self.module, self._codec, self._closed = module, codec, closed
-        self._identity = StorageWeakRef(tensor.untyped_storage())  # no other storage gets it meanwhile
+        self.key, self._identity = storage_key(tensor), StorageWeakRef(tensor.untyped_storage())
         self._original: Kept | None = Kept(tensor.detach(), version(tensor))
         self._counter, self._device = Counter(tensor), tensor.device
         self.num_bytes = tensor.untyped_storage().nbytes()
         self.encoded: Encoded | None = None
         self.is_settled = self.is_closed = False
-        self._savers: list[tuple[Saver, Geometry]] = []
+        self.savers: list[tuple[Saver, Geometry]] = []
         self._passed: dict[Geometry, Packed] = {}
         self._uses: dict[int, Kind] = {}
         self._backward, self._awaited, self._dense = NO_PASS, set[int](), dict[Decoder, Tensor]()
@@ -61,7 +63,7 @@ class Compressed:
 
     def save(self, saver: Saver, geometry: Geometry) -> Use:
         """A graph that is made now needs a view of it."""
-        self._savers.append((saver, geometry))
+        self.savers.append((saver, geometry))
         return Use(self, saver.kind, geometry)
 
     def settle(self, pass_on: Callable[[Tensor], Packed]) -> None:
@@ -70,13 +72,13 @@ class Compressed:
         if original is None or version(original.tensor) != original.version:
             return  # the backward pass will say that it was written to
         storage = original.tensor.untyped_storage()
-        self.encoded = encode(storage, self._savers, self._codec)
+        self.encoded = encode(storage, self.savers, self._codec)
         self._original, self.is_settled = None, True
         if self.encoded is not None:
             self._there = [announce(original.tensor, "compressed", self._here)]
             self._there += [announce(tensor, "kept", self._here) for tensor in self.encoded.tensors]
         else:
-            self._passed = {geometry: pass_on(geometry.view(storage)) for _, geometry in self._savers}
+            self._passed = {geometry: pass_on(geometry.view(storage)) for _, geometry in self.savers}
             if any(isinstance(packed, Kept) for packed in self._passed.values()):
                 return
         self._here()

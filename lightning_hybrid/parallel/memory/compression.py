@@ -41,6 +41,7 @@ class Compression:
     Attributes:
         chooses: Asked about each tensor that could be compressed.
         settled: Told of each storage when it is encoded, or found not to get smaller.
+        codec: As given.
         layers: Of the last step that has ended, by module in the order in which they save.
     """
 
@@ -48,7 +49,7 @@ class Compression:
         self.chooses: Callable[[Tensor], bool] = lambda tensor: True
         self.settled: Callable[[Compressed], object] = lambda stored: None
         self.layers: dict[str, LayerBytes] = {}
-        self._device, self._codec, self._min_bytes = unnumbered(device), codec, min_bytes
+        self._device, self.codec, self._min_bytes = unnumbered(device), codec, min_bytes
         self._root, self._fixed, self._hooks = root, FixedStorages(root), ChainedHooks(self._pack)
         self._table: dict[tuple[int, int], list[Compressed]] = {}
         self._waiting: list[Compressed] = []
@@ -87,13 +88,11 @@ class Compression:
         if self._is_probe or in_backward() or not is_plain(tensor, self._device) or self._fixed.is_fixed(tensor):
             return None
         self._settle()
-        saver, stored = saver_of(tensor), self._find(tensor)
-        module = self._fixed.running.names.get(id(saver.module), "")
-        if saver.kind == "other" and (not module or _is_cast(tensor, saver)):
-            saver = saver._replace(kind="exact")  # the step's own code runs within modules of some strategies
+        saver, stored = self.saver(tensor), self._find(tensor)
+        module = self._name(saver)
         if stored is None and self._is_left(tensor):
             return None  # another holds it whole
-        if stored is None and self._is_worthwhile(tensor, saver) and self.chooses(tensor):
+        if stored is None and self.is_worthwhile(tensor, saver) and self.chooses(tensor):
             stored = self._take(tensor, module)
         if stored is not None:
             return stored.save(saver, Geometry.of(tensor))
@@ -105,9 +104,19 @@ class Compression:
         left = self._left.get((storage_key(tensor), version(tensor)))
         return left is not None and not left.expired()
 
-    def _is_worthwhile(self, tensor: Tensor, saver: Saver) -> bool:
+    def saver(self, tensor: Tensor) -> Saver:
+        """Who saves a tensor now, and what its gradient reads."""
+        saver = saver_of(tensor)
+        if saver.kind == "other" and (not self._name(saver) or _is_cast(tensor, saver)):
+            return saver._replace(kind="exact")  # the step's own code runs within modules of some strategies
+        return saver
+
+    def _name(self, saver: Saver) -> str:
+        return self._fixed.running.names.get(id(saver.module), "")
+
+    def is_worthwhile(self, tensor: Tensor, saver: Saver) -> bool:
         """Whether it could become smaller, from what is known when the first of its savers saves it."""
-        codec, kind = self._codec, saver.kind
+        codec, kind = self.codec, saver.kind
         if tensor.untyped_storage().nbytes() < self._min_bytes:
             return False
         if tensor.dtype not in FLOATS:
@@ -120,7 +129,7 @@ class Compression:
 
     def _take(self, tensor: Tensor, module: str) -> Compressed:
         key = storage_key(tensor), version(tensor)
-        stored = Compressed(tensor, module, self._codec, partial(self._forget, key))
+        stored = Compressed(tensor, module, self.codec, partial(self._forget, key))
         self._table.setdefault(key, []).append(stored)
         self._waiting.append(stored)
         self._before[module] += 0  # keeps its place in the order

@@ -1,7 +1,7 @@
 """Names for saved storages that are the same from step to step, whether or not blocks are recomputed.
 
-A plan that is made from what two steps have shown must find each storage again in later steps, where some blocks save
-nothing that anyone sees. So storages are numbered within the block that saves them, or within the code between blocks.
+A plan that is made from what two steps have shown must find each storage again in later steps, where other blocks save
+something that hooks see. So storages are numbered within the block that saves them, or within the code between blocks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,9 @@ from lightning_hybrid.functional.trees import leaves_of
 from lightning_hybrid.parallel.ledgers.fixed import FixedStorages
 from lightning_hybrid.parallel.memory import passes
 from lightning_hybrid.parallel.memory.calls import Order, surround
+from lightning_hybrid.parallel.memory.hooks import ChainedHooks, Packed, PassedOn
 from lightning_hybrid.parallel.memory.inputs import place_of
+from lightning_hybrid.parallel.memory.storages import is_plain, unnumbered
 from lightning_hybrid.parallel.tensor.split_tensor import part_of
 
 BEFORE = "(before blocks)"
@@ -64,13 +66,46 @@ class Met:
         return is_new
 
 
+class KeyObserver(Protocol):
+    """Who measures."""
+
+    def saved(self, tensor: Tensor, met: Met) -> None:
+        """A tensor is saved, or kept for a repetition, by what no other hooks inside take."""
+
+    def pass_ended(self, met: list[Met], called: list[str]) -> None:
+        """A pass has met these storages, and called these blocks, in order."""
+
+
+class _Token:
+    """What is held of a group in one pass holds this."""
+
+    def __init__(self, alive: Counter[str], group: str) -> None:
+        self._alive, self._group = alive, group
+        alive[group] += 1
+
+    def __del__(self) -> None:
+        self._alive[self._group] -= 1
+
+
+class _Counted(PassedOn):
+    """What hooks outside have made of a tensor, while passes are counted."""
+
+    def __init__(self, packed: Packed, token: _Token) -> None:
+        super().__init__(packed, _unpack)
+        self._token = token
+
+
+def _unpack(packed: Packed) -> Tensor:
+    return packed.unpack()
+
+
 def after(name: str) -> str:
     """The group of the code behind a block."""
     return f"(after {name})"
 
 
 class SavedKeys:
-    """Numbers what forward passes save within `start` and `stop`.
+    """Numbers what forward passes save within `start` and `stop`, by hooks that leave it to those outside.
 
     Parameters and buffers have no keys, nor have sparse tensors, and those of subclasses or on other devices. A block
     that is called again begins another pass here, so that all its calls are alike.
@@ -82,30 +117,35 @@ class SavedKeys:
 
     Attributes:
         group: What runs; see `Key`.
-        observer: Told of each pass that has ended: what it met, and the blocks it called, in order.
+        observer: Who measures, if anybody does.
+        num_passes: Passes that have met anything.
+        in_flight: While somebody measures, most passes at once of which something of one group was held.
     """
 
     def __init__(self, root: nn.Module, blocks: Mapping[str, nn.Module], device: torch.device) -> None:
-        self.observer: Callable[[list[Met], list[str]], object] | None = None
-        self._fixed = FixedStorages(root)
-        self._device = torch.device("cpu") if device.type == "cpu" else device  # which some number
-        self._active, self._is_probe, self.group = False, False, BEFORE
+        self.observer: KeyObserver | None = None
+        self.group, self.num_passes, self.in_flight = BEFORE, 0, 1
+        self._fixed, self._device, self._hooks = FixedStorages(root), unnumbered(device), ChainedHooks(self._pack)
+        self._active = self._is_probe = False
         self._met: dict[int, Met] = {}
         self._numbers, self._called = Counter[str](), dict[str, None]()
         self._results = set[Any]()  # of the block before, as `place_of` tells them apart
+        self._alive, self._tokens = Counter[str](), dict[str, _Token]()
         self._removes = [surround(block, Order.NUMBER, partial(self._around, name)) for name, block in blocks.items()]
 
     def start(self) -> None:
-        """A batch begins."""
+        """A batch begins; hooks that are entered before this are outside."""
         self._fixed.start()
         self._begin_pass(trained=True)
         passes.observers.append(self._begin_pass)
+        self._hooks.__enter__()
         self._active = True
 
     def stop(self) -> None:
         """The batch is over."""
         if self._active:
             self._active = False
+            self._hooks.__exit__()
             passes.observers.remove(self._begin_pass)
             self._begin_pass(trained=True)
 
@@ -119,7 +159,7 @@ class SavedKeys:
     def saved(self, tensor: Tensor) -> Met | None:
         """What is known of the storage of a tensor that is being saved; None if it has no keys.
 
-        Ask for each tensor that autograd saves, in the order in which it does; once more changes nothing.
+        Hooks inside that take a tensor must ask, in the order in which autograd saves; once more changes nothing.
         """
         if not self._active or self._is_probe or in_backward() or not self._counts(tensor):
             return None
@@ -127,11 +167,27 @@ class SavedKeys:
         self._numbers[self.group] += met.add(Key(self.group, self._numbers[self.group], is_argument=False))
         return met
 
+    def find(self, tensor: Tensor) -> Met | None:
+        """What the pass knows of the storage of a tensor."""
+        return self._met.get(storage_key(tensor))
+
+    def _pack(self, tensor: Tensor) -> Packed | None:
+        met = self.saved(tensor)
+        if self.observer is None or met is None:
+            return None
+        self.observer.saved(tensor, met)
+        if self.group not in self._tokens:
+            self._tokens[self.group] = _Token(self._alive, self.group)
+            self.in_flight = max(self.in_flight, self._alive[self.group])
+        return _Counted(self._hooks.pass_on(tensor), self._tokens[self.group])
+
     def _begin_pass(self, trained: bool) -> None:
-        if self.observer is not None and self._met:
-            self.observer(list(self._met.values()), list(self._called))
+        if self._met:
+            self.num_passes += 1
+            if self.observer is not None:
+                self.observer.pass_ended(list(self._met.values()), list(self._called))
         self._is_probe, self.group = not trained, BEFORE
-        for of_pass in (self._met, self._numbers, self._called, self._results):
+        for of_pass in (self._met, self._numbers, self._called, self._results, self._tokens):
             of_pass.clear()
 
     def _around(self, name: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -162,8 +218,7 @@ class SavedKeys:
         return [part for part in parts if self._counts(part)]
 
     def _counts(self, tensor: Tensor) -> bool:
-        plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
-        return plain and tensor.device == self._device and not self._fixed.is_fixed(tensor)
+        return is_plain(tensor, self._device) and not self._fixed.is_fixed(tensor)
 
     def _meet(self, tensor: Tensor) -> Met:
         storage = tensor.untyped_storage()

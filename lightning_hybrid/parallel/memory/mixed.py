@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 import torch
 from torch import Tensor
 
 from lightning_hybrid.functional.mixing_plan import Way
+from lightning_hybrid.parallel.memory.compression import Compression
 from lightning_hybrid.parallel.memory.costs import CostMeter
 from lightning_hybrid.parallel.memory.frames import Frame
 from lightning_hybrid.parallel.memory.inputs import Arguments
 from lightning_hybrid.parallel.memory.keys import Key, Met, SavedKeys
-from lightning_hybrid.parallel.memory.mixed_items import Item, Measured, measured_pass
+from lightning_hybrid.parallel.memory.mixed_codes import Code, CodeMeter, Codes
+from lightning_hybrid.parallel.memory.mixed_items import Item, Measured, Part, measured_pass
+from lightning_hybrid.parallel.memory.offload import Offload
 from lightning_hybrid.parallel.memory.offload_copies import Copies
 
 COPIED_BYTES = 2**24
@@ -25,26 +28,41 @@ NUM_COPIES = 5
 
 @dataclass
 class _Use:
-    """What was seen of a storage."""
+    """What was seen of a storage; see `mixed_items.Use`."""
 
+    met: Met
+    codes: Codes | None
+    is_lossy: bool
     savers: set[str] = field(default_factory=set)
     moves_as_argument: bool = True
     moves_as_saved: bool = False
 
-    @property
-    def can_move(self) -> bool:
-        """What one operation moves, it moves for all; what is kept for a repetition must move by itself."""
-        return self.moves_as_argument and (self.moves_as_saved or not self.savers)
+    def item(self, part: Part, reached: Collection[str]) -> Item:
+        """What it takes. What one operation moves, it moves for all; what a repetition needs must move by itself."""
+        can_move = self.moves_as_argument and (self.moves_as_saved or not self.savers)
+        item = Item(self.met.num_bytes, frozenset(self.met.keys), bool(self.savers), can_move=can_move)
+        code = None if self.codes is None else self._code(self.codes, part, reached)
+        return item if code is None else replace(item, compressed_bytes=code.num_bytes, compress_seconds=code.seconds)
+
+    def _code(self, codes: Codes, part: Part, reached: Collection[str]) -> Code | None:
+        """What is encoded only after the next block has run counts as if it were not."""
+        if part == "internal" and codes.savers:
+            return None if codes.is_held else codes.trial
+        if codes.group not in reached:
+            return None
+        return codes.either() if part == "arguments" else codes.together(is_lossy=self.is_lossy)
 
 
 class MixMeter:
-    """Measures steps in which all blocks are recomputed, if there is recomputation.
+    """Measures steps in which all blocks are recomputed, if there is recomputation, and all is compressed that can be.
 
     Args:
         keys: Tells storages apart.
         costs: Measures blocks; None without recomputation.
         names: Of the blocks, in the order in which `costs` numbers them.
-        can_move: Whether a tensor that is being saved may go to host memory.
+        offload: Moves what it can; None without offloading.
+        compression: Compresses what it can; None without compression.
+        device: Where blocks compute.
 
     Attributes:
         measured: Of the passes that have ended.
@@ -55,28 +73,31 @@ class MixMeter:
         keys: SavedKeys,
         costs: CostMeter | None,
         names: Sequence[str],
-        can_move: Callable[[Tensor], bool] = lambda tensor: False,
+        offload: Offload | None,
+        compression: Compression | None,
+        device: torch.device,
     ) -> None:
-        self._keys, self._costs, self._names, self._can_move = keys, costs, list(names), can_move
+        self._keys, self._costs, self._names, self._offload = keys, costs, list(names), offload
+        self._codes = None if compression is None else CodeMeter(compression, keys, device)
+        self._is_lossy = compression is not None and compression.codec.lossy is not None
         self._uses: dict[int, _Use] = {}
         self.measured = Measured()
-        keys.observer = self._pass_ended
+        keys.observer = self
 
     def start(self) -> None:
         """A new step."""
         if self._costs is not None:
             self._costs.start()
 
-    def finish(self, in_flight: int, copy_seconds: float) -> Measured:
+    def finish(self, copy_seconds: float) -> Measured:
         """End the measurement; a step has ended.
 
         Args:
-            in_flight: Most passes at once, as others have counted them.
             copy_seconds: Time in which a byte goes to host memory and comes back.
         """
         self._keys.observer = None
         result, costs = self.measured, self._costs
-        result.in_flight, result.copy_seconds = max(1, in_flight), copy_seconds
+        result.in_flight, result.copy_seconds = self._keys.in_flight, copy_seconds
         if costs is not None:
             result.in_flight = max(result.in_flight, costs.in_flight)
             result.seconds = {
@@ -84,11 +105,10 @@ class MixMeter:
             }
         return result
 
-    def asked(self, tensor: Tensor) -> bool:
-        """Outer hooks ask about a tensor: one that code outside of recomputed blocks saves, or an argument of one."""
+    def saved(self, tensor: Tensor, met: Met) -> None:
+        """See `keys.KeyObserver`. Operations of recomputed blocks do not get so far, but their arguments do."""
         is_argument = self._costs is not None and self._keys.group in self._names
-        self._note(tensor, by_operation=not is_argument)
-        return True
+        self._note(tensor, met, by_operation=not is_argument)
 
     @contextmanager
     def watch(self, position: int, arguments: Arguments, frame: Frame) -> Iterator[Callable[[Tensor], object]]:
@@ -98,30 +118,35 @@ class MixMeter:
 
             def note(tensor: Tensor) -> None:
                 seen(tensor)
-                self._note(tensor, by_operation=True)
+                met = self._keys.saved(tensor)
+                if met is not None:
+                    self._note(tensor, met, by_operation=True)
+                    if self._codes is not None:
+                        self._codes.note(tensor, met)
 
             yield note
+        if self._codes is not None:
+            self._codes.end_block()
 
-    def _note(self, tensor: Tensor, *, by_operation: bool) -> None:
-        met = self._keys.saved(tensor)
-        if met is None:
-            return
-        use = self._uses.setdefault(id(met), _Use())
+    def pass_ended(self, met: list[Met], called: list[str]) -> None:
+        """See `keys.KeyObserver`."""
+        uses = [self._use(storage) for storage in met if storage.keys]
+        self.measured.add(measured_pass([use for use in uses if use.savers or self._costs is not None], called))
+        self._uses.clear()
+        if self._codes is not None:
+            self._codes.end_pass()
+
+    def _use(self, met: Met) -> _Use:
+        codes = None if self._codes is None else self._codes.codes(met)
+        return self._uses.setdefault(id(met), _Use(met, codes, self._is_lossy))
+
+    def _note(self, tensor: Tensor, met: Met, *, by_operation: bool) -> None:
+        use, can_move = self._use(met), self._offload is not None and self._offload.can_move(tensor)
         if by_operation:
             use.savers.add(self._keys.group)
-            use.moves_as_saved |= self._can_move(tensor)
+            use.moves_as_saved |= can_move
         else:
-            use.moves_as_argument &= self._can_move(tensor)
-
-    def _pass_ended(self, met: list[Met], called: list[str]) -> None:
-        uses = [(storage, self._uses.get(id(storage), _Use())) for storage in met]
-        found = [
-            (storage, Item(storage.num_bytes, can_move=use.can_move), use.savers)
-            for storage, use in uses
-            if use.savers or self._costs is not None
-        ]
-        self.measured.add(measured_pass(found, called))
-        self._uses.clear()
+            use.moves_as_argument &= can_move
 
 
 class MixedChoice:
@@ -137,7 +162,7 @@ class MixedChoice:
 
     def way(self, tensor: Tensor) -> Way | None:
         """What becomes of a tensor; None if the plan does not know it."""
-        met = self._keys.saved(tensor)
+        met = self._keys.find(tensor)
         found = (self._ways.get(key) for key in (met.keys if met is not None else ()))
         return next((way for way in found if way is not None), None)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 from lightning_hybrid.functional.mixing_plan import Mix, Saved, Unit, Way
 from lightning_hybrid.parallel.memory.keys import BEFORE, Key, Met, after
@@ -113,36 +113,60 @@ def before(block: str | None) -> str:
     return BEFORE if block is None else f"(before {block})"
 
 
-def measured_pass(met: Iterable[tuple[Met, Item, Collection[str]]], called: Sequence[str]) -> Measured:
+class Use(Protocol):
+    """What a pass has shown of a storage."""
+
+    @property
+    def met(self) -> Met:
+        """The storage."""
+
+    @property
+    def savers(self) -> Collection[str]:
+        """Groups whose operations save it."""
+
+    def item(self, part: Part, reached: Collection[str]) -> Item:
+        """What it takes.
+
+        Args:
+            part: Of its unit.
+            reached: Groups until the next unit's block.
+        """
+
+
+def measured_pass(uses: Iterable[Use], called: Sequence[str]) -> Measured:
     """Sort what a pass has met into units.
 
     An argument that one block alone gets, from the block just before or as the first of its pass, is the block's own.
     What several groups save otherwise, or several blocks get, is there whatever is recomputed, from the first on.
 
     Args:
-        met: Each storage, what it takes, and the groups whose operations save it.
+        uses: Of each storage.
         called: The blocks, in order.
     """
     first = before(called[0] if called else None)
     result = Measured([first, *called])
-    unit_of = {BEFORE: first, **{name: name for name in called}, **{after(name): name for name in called}}
+    unit_of = {BEFORE: first} | {group: name for name in called for group in (name, after(name))}
     earlier = dict(zip(called, result.order, strict=False))
-    for storage, item, savers in met:
-        if not storage.keys:
-            continue
-        item = replace(item, keys=frozenset(storage.keys), is_saved=bool(savers))
-        key, part, unit = storage.keys[0], PARTS[2], unit_of[storage.keys[0].group]
-        receivers = [key for key in storage.keys if key.is_argument]
-        if len(receivers) == 1 and _is_own(storage, receivers[0].group, savers, earlier):
-            key, part, unit = receivers[0], "arguments", receivers[0].group
-            if earlier[unit] in savers:
-                result.results[earlier[unit]] = result.results.get(earlier[unit], 0) + item.num_bytes
-        elif not receivers and set(savers) == {unit}:
-            part = "internal"
-        elif key.is_argument:
-            unit = earlier[unit]
+    for use in uses:
+        unit, part, key = _place(use, unit_of, earlier)
+        place = result.order.index(unit)
+        reached = {group for group, name in unit_of.items() if name in result.order[: place + 1]}
+        item = use.item(part, reached | set(result.order[place + 1 : place + 2]))
+        if part == "arguments" and earlier[unit] in use.savers:
+            result.results[earlier[unit]] = result.results.get(earlier[unit], 0) + item.num_bytes
         result.items[unit, part, key] = item
     return result
+
+
+def _place(use: Use, unit_of: dict[str, str], earlier: dict[str, str]) -> tuple[str, Part, Key]:
+    first, savers = use.met.keys[0], set(use.savers)
+    receivers = [key for key in use.met.keys if key.is_argument]
+    if len(receivers) == 1 and _is_own(use.met, receivers[0].group, savers, earlier):
+        return receivers[0].group, "arguments", receivers[0]
+    unit = unit_of[first.group]
+    if not receivers and savers == {unit}:
+        return unit, "internal", first
+    return earlier[unit] if first.is_argument else unit, "after", first
 
 
 def _is_own(storage: Met, block: str, savers: Collection[str], earlier: dict[str, str]) -> bool:
@@ -200,7 +224,9 @@ def units_of(measured: Measured) -> Units:
             keys[part].append(item.keys)
             flags += [item.is_saved] if part == "arguments" else []
         arguments, internal, behind = (tuple(saved[part]) for part in PARTS)
-        seconds, results = measured.seconds.get(name), measured.results.get(name, 0)
-        found.units.append(Unit(arguments, tuple(flags), internal, behind, seconds, results))
+        # while a code is made or read, what it stands for is there too
+        code = max((one.compressed_bytes or 0 for part in PARTS for one in saved[part]), default=0)
+        beside, seconds = measured.results.get(name, 0) + code, measured.seconds.get(name)
+        found.units.append(Unit(arguments, tuple(flags), internal, behind, seconds, beside))
         found.keys.append(keys)
     return found
