@@ -137,7 +137,8 @@ class ActivationCompression(MemoryTechnique):
         assert self._compression is not None
         self._compression.stop()
         self.layers = self._compression.layers
-        if not self._has_warned and not any(set(layer.after) - {KEPT} for layer in self.layers.values()):
+        has_codes = any(set(layer.after) - {KEPT} for layer in self.layers.values())
+        if self.joint is None and not has_codes and not self._has_warned:
             self._has_warned = True
             before = sum(layer.before for layer in self.layers.values())
             rank_zero_warn(

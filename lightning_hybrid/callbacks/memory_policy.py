@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -12,13 +13,21 @@ from typing_extensions import override
 
 from lightning_hybrid.callbacks.blocks import choose_groups, first_blocks
 from lightning_hybrid.callbacks.reports import is_logging_step, log_bytes, show
-from lightning_hybrid.functional.mixing import cheapest_mix
-from lightning_hybrid.functional.mixing_plan import MIX_COLUMNS, Mix, mix_bytes, mix_rows, mix_seconds
+from lightning_hybrid.functional.mixing_codes import cheapest_mix_with_codes, units_with_codes
+from lightning_hybrid.functional.mixing_plan import (
+    MIX_COLUMNS,
+    Mix,
+    mix_bytes,
+    mix_peak_bytes,
+    mix_rows,
+    mix_seconds,
+)
 from lightning_hybrid.parallel.ledgers.traffic import over_ranks
 from lightning_hybrid.parallel.memory.compression import Compression
 from lightning_hybrid.parallel.memory.costs import CostMeter
 from lightning_hybrid.parallel.memory.keys import SavedKeys
 from lightning_hybrid.parallel.memory.mixed import MixedChoice, MixMeter, seconds_to_copy
+from lightning_hybrid.parallel.memory.mixed_codes import CodeWatch
 from lightning_hybrid.parallel.memory.mixed_items import Measured, Units, units_of
 from lightning_hybrid.parallel.memory.offload import Offload
 from lightning_hybrid.parallel.memory.recompute import Recomputation
@@ -110,6 +119,7 @@ class MemoryPolicy:
     Attributes:
         budget_bytes: As given.
         measured: What the plan was made from: of this rank, and of those that have the same blocks.
+        units: What the plan is about.
         mix: The plan, once there is one.
         totals: Of the plan, on the rank with the most: bytes of a micro-batch that are kept, recomputed, offloaded and
             compressed, and seconds that it adds to its step.
@@ -119,13 +129,15 @@ class MemoryPolicy:
         self._techniques, self.budget_bytes = list(techniques), budget_bytes
         self.measured, self.totals = Measured(), dict[str, float]()
         self.mix: Mix | None = None
-        self._units = Units([], [], [])
+        self.units = Units([], [], [])
         self._keys: SavedKeys | None = None
         self._meter: MixMeter | None = None
         self._steps = 0
         self._recomputation: Recomputation | None = None
         self._offload: Offload | None = None
         self._compression: Compression | None = None
+        self._watch: CodeWatch | None = None
+        self._num_passes = 0
 
     @staticmethod
     def of(techniques: Sequence[MemoryTechnique]) -> MemoryPolicy | None:
@@ -154,6 +166,7 @@ class MemoryPolicy:
         """A fit starts, and all techniques are there."""
         self.close()
         self.measured, self.mix, self.totals, self._steps = Measured(), None, {}, 0
+        self._watch = None
         device, blocks = trainer.strategy.root_device, self._techniques[0].blocks
         self._keys = SavedKeys(pl_module, choose_groups(trainer, pl_module, blocks), device)
         runtimes = [technique.runtime for technique in self._techniques]
@@ -187,9 +200,30 @@ class MemoryPolicy:
             if self._steps == MEASURED_STEPS:
                 self._decide(trainer, self._meter)
                 show(trainer, self.table())
+        elif self._watch is not None:
+            self._check_codes(trainer, self._watch)
         if self.totals and is_logging_step(trainer):
             for name, value in self.totals.items():
                 log_bytes(pl_module, f"memory_policy/{name}", value)
+
+    def _check_codes(self, trainer: Trainer, watch: CodeWatch) -> None:
+        """Warn once if what is compressed takes so much more than the plan counts on that the budget may not hold."""
+        assert self._keys is not None
+        assert self.mix is not None
+        before, self._num_passes = self._num_passes, self._keys.num_passes
+        units, in_flight = self.units.units, self.measured.in_flight
+        found = watch.take() // max(1, self._num_passes - before)
+        planned = mix_bytes(units, self.mix)["compressed_bytes"]
+        room = self.budget_bytes - mix_peak_bytes(units_with_codes(units, self.mix), self.mix, in_flight)
+        if in_flight * (found - planned) > room:
+            self._watch = None
+            warnings.warn(
+                f"Rank {trainer.global_rank}: what ActivationCompression makes of a micro-batch takes {found:,} bytes "
+                f"by now, and the plan for budget_bytes={self.budget_bytes} counts on {planned:,}, with room for "
+                f"{room // in_flight:,} more: activations have fewer zeros than in the first steps, or other shapes. "
+                f"Allow {in_flight * (found - planned) - room:,} bytes more, or leave compression out of the plan.",
+                stacklevel=2,
+            )
 
     def close(self) -> None:
         """Leave the modules as they were."""
@@ -206,7 +240,7 @@ class MemoryPolicy:
         )
         for index, column in enumerate(MIX_COLUMNS):
             table.add_column(column, justify="left" if not index else "right")
-        for row in mix_rows(self._units.names, self._units.units, self.mix):
+        for row in mix_rows(self.units.names, self.units.units, self.mix):
             table.add_row(*row)
         return table
 
@@ -219,18 +253,19 @@ class MemoryPolicy:
         for rank, other in enumerate(over_ranks(mine)):
             if rank == trainer.global_rank or mine.blocks & other.blocks:
                 self.measured.add(other)
-        self._units, error = units_of(self.measured), ""
+        self.units, error = units_of(self.measured), ""
         try:
-            starts = self._starts(trainer, self._units.names)
-            self.mix = cheapest_mix(self._units.units, self.budget_bytes, self.measured.in_flight, starts)
+            starts = self._starts(trainer, self.units.names)
+            self.mix = cheapest_mix_with_codes(self.units.units, self.budget_bytes, self.measured.in_flight, starts)
         except ValueError as failure:
             error = str(failure)
         errors = [f"Rank {rank}: {text}" for rank, text in enumerate(over_ranks(error)) if text]
         if errors:
             raise ValueError(" ".join(errors))
         assert self.mix is not None
-        self._apply(self.mix)
-        totals = mix_bytes(self._units.units, self.mix) | {"extra_seconds": mix_seconds(self._units.units, self.mix)}
+        assert self._keys is not None
+        self._apply(self.mix, self._keys)
+        totals = mix_bytes(self.units.units, self.mix) | {"extra_seconds": mix_seconds(self.units.units, self.mix)}
         of_ranks = over_ranks(totals)
         self.totals = {name: max(of_rank[name] for of_rank in of_ranks) for name in totals}
 
@@ -244,21 +279,20 @@ class MemoryPolicy:
         starts |= {b for a, b in pairwise(blocks) if places[b] != places[a] + 1}
         return {names.index(name) for name in starts}
 
-    def _apply(self, mix: Mix) -> None:
-        assert self._keys is not None
+    def _apply(self, mix: Mix, keys: SavedKeys) -> None:
         if self._recomputation is not None:
             place_of = {site.name: place for place, site in enumerate(self._recomputation.sites)}
             segments: list[int | None] = list(range(len(place_of)))  # a block that has not run yet may still
             for number, segment in enumerate(mix.segments):
-                for name in self._units.names[segment.start : segment.stop]:
+                for name in self.units.names[segment.start : segment.stop]:
                     if name in place_of:
                         segments[place_of[name]] = len(place_of) + number if segment.recomputed else None
             self._recomputation.segments = segments
-        choice = MixedChoice(self._keys, self._units.ways(mix))
+        choice = MixedChoice(keys, self.units.ways(mix))
         if self._offload is not None:
             self._offload.chooses = choice.offloads
         if self._compression is not None:
-            self._compression.chooses, self._compression.settled = choice.compresses, lambda stored: None
+            self._watch, self._num_passes = CodeWatch(self._compression, choice.compresses), keys.num_passes
 
 
 def _listed(values: dict[str, Any], name: str) -> str:

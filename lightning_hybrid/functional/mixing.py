@@ -95,7 +95,8 @@ def _smallest(units: Sequence[Unit], in_flight: int, starts: Collection[int]) ->
 
 def _most(units: Sequence[Unit], in_flight: int) -> int:
     """Bytes that no plan can exceed."""
-    return in_flight * sum(saved.num_bytes for u in units for saved in (*u.arguments, *u.internal, *u.after))
+    total = sum(saved.num_bytes for unit in units for saved in (*unit.arguments, *unit.internal, *unit.after))
+    return in_flight * total + max((unit.beside for unit in units), default=0)
 
 
 def _ticks_in_second(units: Sequence[Unit]) -> float:

@@ -96,8 +96,8 @@ class Bound:
         """Where a recomputed segment that begins there ends at the latest; there if nowhere."""
         for index in range(start, len(self.units)):
             is_cut = self.units[index].seconds is None or (index > start and index in self.starts)
-            if is_cut or self._recomputed(start, index + 1) > self.budget:
-                return index
+            if is_cut or self._recomputed(start, index + 1) - self.units[index].beside > self.budget:
+                return index  # a longer one takes more, but for what is beside its last unit
         return len(self.units)
 
     def _recomputed(self, start: int, stop: int) -> int:

@@ -51,17 +51,18 @@ class Sizes:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.arguments = [sum(saved.num_bytes for saved in unit.arguments) for unit in units]
-        kept = [bytes_at(units, Segment(i, i + 1, False)) for i in range(len(units))]
+        self._beside = np.array([unit.beside for unit in units], np.int64)
+        kept = [bytes_at(units, Segment(i, i + 1, False)) - unit.beside for i, unit in enumerate(units)]
         self._sum = np.cumsum([0, *kept])
         self._saved_arguments = [sum(saved.num_bytes for saved in unit.saved_arguments) for unit in units]
 
     def kept(self, index: int) -> int:
         """Of a unit that is kept."""
-        return int(self._sum[index + 1] - self._sum[index])
+        return int(self._sum[index + 1] - self._sum[index] + self._beside[index])
 
     def inner(self, start: int, stops: Numbers) -> Numbers:
         """Of recomputed segments from one unit to before others, without their arguments."""
-        return self._sum[stops] - self._sum[start] - self._saved_arguments[start]
+        return self._sum[stops] - self._sum[start] - self._saved_arguments[start] + self._beside[stops - 1]
 
 
 def mix_of(units: Sequence[Unit], steps: Iterable[Step]) -> Mix:

@@ -41,7 +41,7 @@ class Unit:
         after: What the code behind the block saves. It is never recomputed.
         seconds: Time of the block's forward; None if the block cannot be recomputed.
         beside: Bytes that are there besides while the block runs, and in its backward: what its operations save and
-            the next unit counts among its arguments, and codes of what is there itself.
+            the next unit counts among its arguments.
     """
 
     arguments: tuple[Saved, ...] = ()

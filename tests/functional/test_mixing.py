@@ -73,7 +73,8 @@ def random_unit(draw):
         draw.choice(parts).append(random_saved(draw))
     arguments, internal, after = map(tuple, parts)
     is_saved = tuple(draw.random() < 0.5 for _ in arguments)
-    return Unit(arguments, is_saved, internal, after, draw.choice([None, *(draw.randint(0, 6) for _ in range(3))]))
+    seconds, beside = draw.choice([None, *(draw.randint(0, 6) for _ in range(3))]), draw.choice([0, draw.randint(0, 9)])
+    return Unit(arguments, is_saved, internal, after, seconds, beside)
 
 
 def random_case(draw):

@@ -7,7 +7,7 @@ encoded for a trial when the block ends.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,17 +23,25 @@ from lightning_hybrid.parallel.memory.offload_copies import Geometry
 from lightning_hybrid.parallel.memory.savers import Saver
 from lightning_hybrid.parallel.memory.storages import ALONE
 
+SPARE = 16
+"""Sparse codes change in size from step to step: a plan counts on one part in so many more than the most seen."""
+
 
 class Code(NamedTuple):
     """What compression makes of a storage.
 
     Attributes:
-        num_bytes: Bytes that are kept.
+        num_bytes: Bytes that are kept, at most.
         seconds: Time to encode and decode it.
     """
 
     num_bytes: int
     seconds: float
+
+    @classmethod
+    def of(cls, encoded: Encoded, seconds: float = 0.0) -> Code:
+        """That of what has been encoded."""
+        return cls(encoded.num_bytes + ("sparse" in encoded.code) * (encoded.num_bytes // SPARE), seconds)
 
 
 @dataclass
@@ -124,26 +132,50 @@ class CodeMeter:
         codes = self._taken.pop(stored.key, None)
         if codes is None or stored.encoded is None:
             return
-        codes.group, codes.real = self._keys.group, Code(stored.encoded.num_bytes, 0.0)
+        codes.group, codes.real = self._keys.group, Code.of(stored.encoded)
         flat = next((decoder() for decoder in stored.encoded.decoders.values()), None)
-        if flat is not None:
-            again = self._timed(flat.untyped_storage(), stored.savers, stored.encoded)
-            codes.real = codes.real._replace(seconds=again.seconds if again is not None else 0.0)
+        if flat is not None:  # what is read of it is encoded again
+            again = self._timed(flat.untyped_storage(), stored.savers)
+            codes.real = codes.real._replace(seconds=0.0 if again is None else again.seconds)
 
-    def _timed(
-        self, storage: torch.UntypedStorage, savers: Collection[tuple[Saver, Geometry]], known: Encoded | None = None
-    ) -> Code | None:
+    def _timed(self, storage: torch.UntypedStorage, savers: Collection[tuple[Saver, Geometry]]) -> Code | None:
         """Encode a storage, and decode it for all who read it."""
         start = self._now()
         encoded = encode(storage, savers, self._compression.codec)
-        encoded = known if known is not None else encoded
         if encoded is None:
             return None
         for decoder in dict.fromkeys(encoded.decoders.values()):
             decoder()
-        return Code(encoded.num_bytes, self._now() - start)
+        return Code.of(encoded, self._now() - start)
 
     def _now(self) -> float:
         if self._device.type != "cpu":
             torch.get_device_module(self._device).synchronize(self._device)
         return time.perf_counter()
+
+
+class CodeWatch:
+    """Counts what is compressed in a step under a plan.
+
+    Args:
+        compression: Compresses what it is told to.
+        compresses: Says so of a tensor.
+    """
+
+    def __init__(self, compression: Compression, compresses: Callable[[Tensor], bool]) -> None:
+        self._compresses, self._num_bytes = compresses, 0
+        compression.chooses, compression.settled = self._choose, self._settled
+
+    def take(self) -> int:
+        """Bytes that have been held, since the last time, of what was to be compressed: of codes, or whole."""
+        found, self._num_bytes = self._num_bytes, 0
+        return found
+
+    def _choose(self, tensor: Tensor) -> bool:
+        chosen = self._compresses(tensor)
+        self._num_bytes += tensor.untyped_storage().nbytes() if chosen else 0
+        return chosen
+
+    def _settled(self, stored: Compressed) -> None:
+        if stored.encoded is not None:
+            self._num_bytes += stored.encoded.num_bytes - stored.num_bytes

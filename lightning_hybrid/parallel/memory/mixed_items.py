@@ -11,8 +11,6 @@ from lightning_hybrid.parallel.memory.keys import BEFORE, Key, Met, after
 
 Part = Literal["arguments", "internal", "after"]
 PARTS: tuple[Part, ...] = ("arguments", "internal", "after")
-SPARE = 16
-"""Sparse codes change in size from step to step: a plan counts on one part in so many more than the most seen."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Item:
         Args:
             copy_seconds: Time in which a byte goes to host memory and comes back.
         """
-        code = None if self.compressed_bytes is None else self.compressed_bytes + self.compressed_bytes // SPARE
+        code = self.compressed_bytes
         return Saved(
             self.num_bytes,
             code if code is not None and code < self.num_bytes else None,
@@ -224,9 +222,7 @@ def units_of(measured: Measured) -> Units:
             keys[part].append(item.keys)
             flags += [item.is_saved] if part == "arguments" else []
         arguments, internal, behind = (tuple(saved[part]) for part in PARTS)
-        # while a code is made or read, what it stands for is there too
-        code = max((one.compressed_bytes or 0 for part in PARTS for one in saved[part]), default=0)
-        beside, seconds = measured.results.get(name, 0) + code, measured.seconds.get(name)
+        beside, seconds = measured.results.get(name, 0), measured.seconds.get(name)
         found.units.append(Unit(arguments, tuple(flags), internal, behind, seconds, beside))
         found.keys.append(keys)
     return found
