@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,3 +121,168 @@ def test_pairs_and_compression_alone_keep_to_their_budgets(names):
             bits, ledger = fit(callbacks)
             assert bits == expected
             assert held(ledger) <= peak(callbacks[0].joint) <= budget < held(plain)
+
+
+def on_two_ranks():
+    """By strategy, what a test needs to know of this rank."""
+    found = {}
+    for name, strategy in {"ddp": lambda: "ddp", "pipeline": lambda: hybrid(2, microbatches=4)}.items():
+        expected, _ = fit([], strategy=strategy(), steps=6)
+        mixed = least(list(TECHNIQUES), strategy())
+        alone = [least([technique], strategy()) for technique in TECHNIQUES]
+        callbacks = callbacks_of(TECHNIQUES, mixed)
+        bits, ledger = fit(callbacks, strategy=strategy(), steps=6)
+        policy = callbacks[0].joint
+        segments = [policy.units.names[s.start : s.stop] for s in policy.mix.segments if s.recomputed]
+        sizes = [held(ledger), peak(policy), mixed, min(alone)]
+        found[name] = {"same": bits == expected, "sizes": sizes, "segments": segments, "policy": policy.measured}
+    return found
+
+
+def test_replicas_and_stages_keep_to_budgets_and_replicas_recompute_alike():
+    first, second = run_trainers(2, on_two_ranks)
+    for found in (*first.values(), *second.values()):
+        assert found["same"]
+        held_bytes, planned, mixed, alone = found["sizes"]
+        assert held_bytes <= planned <= mixed < alone
+    assert first["ddp"]["segments"] == second["ddp"]["segments"]
+    assert first["ddp"]["policy"] == second["ddp"]["policy"]
+    assert [of_rank["pipeline"]["policy"].in_flight for of_rank in (first, second)] == [2, 1]
+    assert not first["pipeline"]["policy"].blocks & second["pipeline"]["policy"].blocks
+
+
+class Holding(Net):
+    """The step holds what the first block has got and given until its end, so that neither is encoded in time."""
+
+    def training_step(self, batch, batch_idx):
+        held = [F.relu(self.inlet(batch))]
+        for block in self.blocks:
+            held.append(F.relu(block(held[-1])))
+        return torch.tanh(self.outlet(held[-1])).square().mean()
+
+
+class Shared(Net):
+    """All blocks get a second argument, and a result of the first block is saved behind the third."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Adding() for _ in range(self.depth))
+
+    def training_step(self, batch, batch_idx):
+        x, bias, first = self.inlet(batch), torch.sigmoid(batch), None
+        for number, block in enumerate(self.blocks):
+            x = block(x, bias)
+            first = x if first is None else first
+            x = x * torch.tanh(first) if number == 3 else x
+        return torch.tanh(self.outlet(x)).square().mean()
+
+
+class Adding(Block):
+    def forward(self, x, bias):
+        return F.relu(super().forward(x * bias))
+
+
+class Alternating(Net):
+    """Two lists, whose blocks run in turns."""
+
+    def __init__(self):
+        super().__init__()
+        self.others = nn.ModuleList(Block() for _ in range(self.depth))
+
+    def training_step(self, batch, batch_idx):
+        x = self.inlet(batch)
+        for block, other in zip(self.blocks, self.others, strict=True):
+            x = other(block(x))
+        return torch.tanh(self.outlet(x)).square().mean()
+
+
+class Repeating(Net):
+    """One block is called again and again."""
+
+    def training_step(self, batch, batch_idx):
+        x = self.inlet(batch)
+        for _ in range(3):
+            x = self.blocks[1](self.blocks[0](x))
+        return torch.tanh(self.outlet(x)).square().mean()
+
+
+@pytest.mark.parametrize("model", [Holding, Shared, Alternating, Repeating])
+def test_a_plan_covers_what_the_ledger_counts_however_blocks_are_called(model):
+    expected, plain = fit([], model())
+    for names in (list(TECHNIQUES), ["compress", "offload"]):
+        with pytest.raises(ValueError, match="Allow") as refusal:
+            fit(callbacks_of(names, 1), model())
+        smallest = int(re.search(r"Allow (\d+)", str(refusal.value))[1])
+        for budget in (smallest + smallest // 16, (smallest + held(plain)) // 2):
+            callbacks = callbacks_of(names, budget)
+            bits, ledger = fit(callbacks, model())
+            assert bits == expected
+            assert held(ledger) <= peak(callbacks[0].joint) <= budget
+
+
+def test_lossy_codes_and_what_hooks_log():
+    logged = []
+
+    class Logger(MemoryLedger):
+        def on_train_batch_end(self, trainer, *args):
+            super().on_train_batch_end(trainer, *args)
+            logged.append({k: v.item() for k, v in trainer.callback_metrics.items() if k.startswith("memory_policy/")})
+
+    budget = 24_000
+    callbacks = [ActivationCompression(lossy="fp8", budget_bytes=budget, min_bytes=0), ActivationRecompute()]
+    ledger = Logger()
+    trainer = trainer_of(callbacks=[*callbacks, ledger], limit_val_batches=0, log_every_n_steps=1)
+    trainer.fit(Net(), DataLoader(samples(4), BATCH))
+    policy = callbacks[0].joint
+    assert policy is callbacks[1].joint
+    assert policy.totals["compressed_bytes"] < policy.totals["uncompressed_bytes"] // 3
+    assert held(ledger) <= peak(policy) <= budget
+    assert logged[0] == {}
+    assert logged[-1] == {f"memory_policy/{name}": pytest.approx(value) for name, value in policy.totals.items()}
+    rows = [cell for column in policy.table().columns for cell in column.cells]
+    assert {"blocks.0", "all", f"{policy.totals['kept_bytes']:,}"} <= set(rows)
+
+
+class Filling(Net):
+    """Its activations lose their zeros when the plan has been made."""
+
+    def training_step(self, batch, batch_idx):
+        x = F.relu(self.inlet(batch) - 1 + batch_idx)
+        for block in self.blocks:
+            x = F.relu(block(x).abs() + x) if batch_idx > 1 else F.relu(block(x) - 1)
+        return x.square().mean()
+
+
+def test_codes_that_outgrow_the_plan_are_told_once_with_the_way_out():
+    smallest = 0
+    try:
+        fit(callbacks_of(["compress"], 1), Filling())
+    except ValueError as refusal:
+        smallest = int(re.search(r"Allow (\d+)", str(refusal))[1])
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fit(callbacks_of(["compress"], smallest), Filling())
+    told = [str(warning.message) for warning in found if "by now" in str(warning.message)]
+    assert len(told) == 1
+    assert re.search(rf"Rank 0: .* budget_bytes={smallest} counts on .* Allow [\d,]+ bytes more", told[0])
+
+
+def test_what_does_not_go_together_is_refused_before_training():
+    offload, compress = ActivationOffload(budget_bytes=5), ActivationCompression(budget_bytes=6)
+    wrong = {
+        "ActivationOffload(budget_bytes=5) and ActivationCompression(budget_bytes=6): ": [offload, compress],
+        "budget_bytes=5 with ActivationRecompute(policy='sqrt'): ": [ActivationRecompute("sqrt"), offload],
+        "ActivationRecompute(blocks=None) and ActivationOffload(blocks=['blocks']): ": [
+            ActivationRecompute(),
+            ActivationOffload(budget_bytes=5, blocks=["blocks"]),
+        ],
+    }
+    for message, callbacks in wrong.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            fit(callbacks)
+    dealt = ActivationRecompute(partition_over_tensor_axis=True)
+    trainer = SimpleNamespace(strategy=hybrid(1, tensor_parallel_size=2), callbacks=[dealt, compress])
+    with pytest.raises(ValueError, match=r"budget_bytes=6 with ActivationRecompute\(partition_over_tensor_axis=True\)"):
+        dealt.setup(trainer, Net(), "fit")
+    with pytest.raises(ValueError, match=re.escape("budget_bytes=0 must be a whole number of bytes of at least 1.")):
+        ActivationCompression(budget_bytes=0)

@@ -72,8 +72,8 @@ class KeyObserver(Protocol):
     def saved(self, tensor: Tensor, met: Met) -> None:
         """A tensor is saved, or kept for a repetition, by what no other hooks inside take."""
 
-    def pass_ended(self, met: list[Met], called: list[str]) -> None:
-        """A pass has met these storages, and called these blocks, in order."""
+    def pass_ended(self, met: list[Met], called: list[str], *, goes_on: bool) -> None:
+        """A pass has met these storages, and called these blocks, in order; or it goes on and calls them again."""
 
 
 class _Token:
@@ -181,11 +181,11 @@ class SavedKeys:
             self.in_flight = max(self.in_flight, self._alive[self.group])
         return _Counted(self._hooks.pass_on(tensor), self._tokens[self.group])
 
-    def _begin_pass(self, trained: bool) -> None:
+    def _begin_pass(self, trained: bool, *, goes_on: bool = False) -> None:
         if self._met:
             self.num_passes += 1
             if self.observer is not None:
-                self.observer.pass_ended(list(self._met.values()), list(self._called))
+                self.observer.pass_ended(list(self._met.values()), list(self._called), goes_on=goes_on)
         self._is_probe, self.group = not trained, BEFORE
         for of_pass in (self._met, self._numbers, self._called, self._results, self._tokens):
             of_pass.clear()
@@ -195,7 +195,7 @@ class SavedKeys:
         if not self._active or self._is_probe or in_backward() or not torch.is_grad_enabled():
             return proceed(*args, **kwargs)
         if name in self._called:
-            self._begin_pass(trained=True)
+            self._begin_pass(trained=True, goes_on=True)
         self._called[name] = None
         self.group = name
         for number, tensor in enumerate(self._tensors(args, kwargs)):

@@ -128,10 +128,15 @@ class MixMeter:
         if self._codes is not None:
             self._codes.end_block()
 
-    def pass_ended(self, met: list[Met], called: list[str]) -> None:
+    def pass_ended(self, met: list[Met], called: list[str], *, goes_on: bool) -> None:
         """See `keys.KeyObserver`."""
         uses = [self._use(storage) for storage in met if storage.keys]
-        self.measured.add(measured_pass([use for use in uses if use.savers or self._costs is not None], called))
+        found = measured_pass([use for use in uses if use.savers or self._costs is not None], called)
+        if goes_on:  # the first block runs while what the last one has saved is still on its way
+            last = [item for (unit, _, _), item in found.items.items() if unit == called[-1]]
+            moving = sum(item.num_bytes for item in last if item.can_move)
+            found.beside[called[0]] = found.beside.get(called[0], 0) + moving
+        self.measured.add(found)
         self._uses.clear()
         if self._codes is not None:
             self._codes.end_pass()

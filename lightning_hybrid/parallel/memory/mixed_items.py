@@ -67,7 +67,8 @@ class Measured:
     Attributes:
         order: Names of units: blocks, and "(before NAME)" for what stands before a pass's first block.
         items: By unit, part of it, and first key.
-        results: By unit, bytes that its block saves and hands on to the next block, which has the item.
+        beside: By unit, bytes that are there besides while it runs: what its block saves and hands on to the next
+            block, which has the item.
         seconds: Of each block, time of its forward.
         in_flight: Most passes of which something was held at once.
         copy_seconds: Time in which a byte goes to host memory and comes back.
@@ -75,7 +76,7 @@ class Measured:
 
     order: list[str] = field(default_factory=list)
     items: dict[tuple[str, Part, Key], Item] = field(default_factory=dict)
-    results: dict[str, int] = field(default_factory=dict)
+    beside: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     in_flight: int = 1
     copy_seconds: float = 0.0
@@ -94,8 +95,8 @@ class Measured:
             before = name
         for key, item in other.items.items():
             self.items[key] = self.items[key].merged(item) if key in self.items else item
-        for name, num_bytes in other.results.items():
-            self.results[name] = max(self.results.get(name, 0), num_bytes)
+        for name, num_bytes in other.beside.items():
+            self.beside[name] = max(self.beside.get(name, 0), num_bytes)
         for name, seconds in other.seconds.items():
             self.seconds[name] = max(self.seconds.get(name, 0.0), seconds)
         self.in_flight = max(self.in_flight, other.in_flight)
@@ -151,7 +152,7 @@ def measured_pass(uses: Iterable[Use], called: Sequence[str]) -> Measured:
         reached = {group for group, name in unit_of.items() if name in result.order[: place + 1]}
         item = use.item(part, reached | set(result.order[place + 1 : place + 2]))
         if part == "arguments" and earlier[unit] in use.savers:
-            result.results[earlier[unit]] = result.results.get(earlier[unit], 0) + item.num_bytes
+            result.beside[earlier[unit]] = result.beside.get(earlier[unit], 0) + item.num_bytes
         result.items[unit, part, key] = item
     return result
 
@@ -222,7 +223,7 @@ def units_of(measured: Measured) -> Units:
             keys[part].append(item.keys)
             flags += [item.is_saved] if part == "arguments" else []
         arguments, internal, behind = (tuple(saved[part]) for part in PARTS)
-        beside, seconds = measured.results.get(name, 0), measured.seconds.get(name)
+        beside, seconds = measured.beside.get(name, 0), measured.seconds.get(name)
         found.units.append(Unit(arguments, tuple(flags), internal, behind, seconds, beside))
         found.keys.append(keys)
     return found

@@ -6,7 +6,6 @@ from torch import nn
 from lightning_hybrid.parallel.memory import passes
 from lightning_hybrid.parallel.memory.calls import Order, surround
 from lightning_hybrid.parallel.memory.frames import Site
-from lightning_hybrid.parallel.memory.hooks import ChainedHooks
 from lightning_hybrid.parallel.memory.keys import Key, SavedKeys
 from lightning_hybrid.parallel.memory.recompute import Recomputation
 
@@ -44,7 +43,7 @@ class Watched:
         self.net, self.passes, self.found = net, [], {}
         blocks = {f"blocks.{i}": block for i, block in enumerate(net.blocks)}
         self.keys = SavedKeys(net, blocks, CPU)
-        self.keys.observer = lambda met, called: self.passes.append((met, called))
+        self.keys.observer = self
         recomputation = Recomputation([Site(name, block, CPU) for name, block in blocks.items()])
         recomputation.segments = [i if i in recomputed else None for i in range(3)]
         for i, block in enumerate(net.blocks):
@@ -53,8 +52,7 @@ class Watched:
     def step(self, *inputs):
         self.found = {}
         self.keys.start()
-        with ChainedHooks(self.note):
-            losses = [self.run(x) for x in inputs]
+        losses = [self.run(x) for x in inputs]
         self.keys.stop()
         sum(losses).backward()
         return self.found
@@ -63,10 +61,12 @@ class Watched:
         passes.begin_pass()
         return self.net(x)
 
-    def note(self, tensor):
-        met = self.keys.saved(tensor)
-        for key in met.keys if met is not None else ():
+    def saved(self, tensor, met):
+        for key in met.keys:
             self.found.setdefault(key, tensor.detach().clone())
+
+    def pass_ended(self, met, called, *, goes_on):
+        self.passes.append((met, called, goes_on))
 
 
 def inputs(number=1):
@@ -97,7 +97,7 @@ def test_keys_do_not_depend_on_what_is_recomputed_nor_on_the_step():
 def test_a_storage_has_a_key_where_it_is_saved_and_where_it_is_an_argument():
     watched = Watched(Net())
     watched.step(*inputs())
-    ((met, called),) = watched.passes
+    ((met, called, _),) = watched.passes
     assert called == ["blocks.0", "blocks.1", "blocks.2"]
     handed_on = [storage for storage in met if storage.handed_on]
     assert [storage.handed_on for storage in handed_on] == [{"blocks.1"}, {"blocks.2"}]
@@ -116,13 +116,12 @@ def test_parameters_buffers_probes_and_backward_passes_have_no_keys():
     watched = Watched(net)
     watched.step(*inputs())
     watched.keys.start()
-    with ChainedHooks(watched.note):
-        assert watched.keys.saved(torch.zeros(4)) is not None
-        assert watched.keys.saved(next(net.parameters()).detach()) is None
-        assert watched.keys.saved(torch.eye(2).to_sparse()) is None
-        assert watched.keys.saved(torch.zeros(4, device="meta")) is None
-        passes.begin_pass(trained=False)
-        assert watched.keys.saved(torch.zeros(4)) is None
+    assert watched.keys.saved(torch.zeros(4)) is not None
+    assert watched.keys.saved(next(net.parameters()).detach()) is None
+    assert watched.keys.saved(torch.eye(2).to_sparse()) is None
+    assert watched.keys.saved(torch.zeros(4, device="meta")) is None
+    passes.begin_pass(trained=False)
+    assert watched.keys.saved(torch.zeros(4)) is None
     watched.keys.stop()
     assert watched.keys.saved(torch.zeros(4)) is None
     watched.keys.close()
@@ -132,7 +131,8 @@ def test_parameters_buffers_probes_and_backward_passes_have_no_keys():
 def test_passes_are_numbered_alike_and_so_are_calls_of_a_block():
     watched = Watched(Net())
     watched.step(*inputs(2))
-    (first, _), (second, _) = watched.passes
+    (first, *_), (second, *_) = watched.passes
+    assert watched.keys.in_flight == 2
     assert [storage.keys for storage in first] == [storage.keys for storage in second]
 
     class Twice(Net):
@@ -141,6 +141,8 @@ def test_passes_are_numbered_alike_and_so_are_calls_of_a_block():
 
     watched = Watched(Twice())
     watched.step(*inputs())
-    (_, first), (met, second) = watched.passes
-    assert first == second == ["blocks.0"]
+    (_, *first), (met, *second) = watched.passes
+    assert first == [["blocks.0"], True]
+    assert second == [["blocks.0"], False]
+    assert watched.keys.in_flight == 2
     assert Key("blocks.0", 0, is_argument=True) in met[0].keys
