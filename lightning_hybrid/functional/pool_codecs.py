@@ -31,8 +31,14 @@ class Window:
 
     @property
     def per_byte(self) -> int:
-        """Places that fit into a byte: 2 of windows of up to 16 elements, 1 of up to 256, else 0."""
+        """Places that fit into a byte: 2 of windows of up to 16 elements, 1 of up to 256, else 0.
+
+        It is 0, too, where padding lets a window reach beyond the place in the next row straight below its first:
+        then an index does not tell its row from others.
+        """
         area = self.kernel[0] * self.kernel[1]
+        if (self.kernel[1] - 1) * self.dilation[1] >= self.dilation[0] * self.width:
+            return 0
         return 2 if area <= 16 else int(area <= 256)
 
 
@@ -41,7 +47,7 @@ def encode_argmax(indices: Tensor, window: Window) -> Tensor:
 
     Args:
         indices: As `max_pool2d` gives them, int64 ``[..., height, width]`` of the output.
-        window: Its geometry, of at most 256 elements.
+        window: Its geometry, with `per_byte` of 1 or 2.
 
     Returns:
         uint8, two to a byte for windows of up to 16 elements.

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -99,6 +100,26 @@ def test_places_in_windows_give_the_indices_of_a_pool(kernel, stride, share, dil
     encoded = pool_codecs.encode_argmax(indices, window)
     assert encoded.nbytes == math.ceil(indices.numel() / window.per_byte)
     assert torch.equal(pool_codecs.decode_argmax(encoded, indices.shape, window), indices)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("dilation", [(1, 1), (1, 2), (2, 1), (2, 3)])
+def test_windows_wider_than_an_image_are_encoded_only_if_their_places_come_back(width, dilation):
+    checked = 0
+    for kernel in itertools.product((1, 2, 4), repeat=2):
+        padding = tuple(size // 2 for size in kernel)
+        if any(d * (k - 1) >= n + 2 * p for d, k, n, p in zip(dilation, kernel, (7, width), padding, strict=True)):
+            continue  # no place for a window
+        images = torch.randn(2, 7, width, generator=torch.Generator().manual_seed(1))
+        _, indices = F.max_pool2d(images, kernel, 1, padding, dilation, return_indices=True)
+        window = Window(kernel, (1, 1), padding, dilation, width)
+        if window.per_byte:
+            encoded = pool_codecs.encode_argmax(indices, window)
+            assert torch.equal(pool_codecs.decode_argmax(encoded, indices.shape, window), indices)
+            checked += 1
+    assert checked
+    assert Window((2, 2), (1, 1), (0, 1), (1, 2), 2).per_byte == 0  # steps by two columns are steps by a row
+    assert Window((2, 2), (1, 1), (0, 1), (1, 2), 3).per_byte == 2
 
 
 LOSSY = {

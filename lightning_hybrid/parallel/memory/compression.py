@@ -18,6 +18,7 @@ from lightning_hybrid.compat import in_backward, storage_key, version
 from lightning_hybrid.functional.compressing import KEPT, LayerBytes
 from lightning_hybrid.parallel.ledgers.fixed import FixedStorages
 from lightning_hybrid.parallel.memory import passes
+from lightning_hybrid.parallel.memory.casts import is_cast
 from lightning_hybrid.parallel.memory.compressed import Compressed
 from lightning_hybrid.parallel.memory.encoding import BYTES, FLOATS, Codec, may_be_sparse
 from lightning_hybrid.parallel.memory.hooks import ChainedHooks, Packed
@@ -107,7 +108,7 @@ class Compression:
     def saver(self, tensor: Tensor) -> Saver:
         """Who saves a tensor now, and what its gradient reads."""
         saver = saver_of(tensor)
-        if saver.kind == "other" and (not self._name(saver) or _is_cast(tensor, saver)):
+        if saver.kind == "other" and (not self._name(saver) or self._is_cast(tensor, saver)):
             return saver._replace(kind="exact")  # the step's own code runs within modules of some strategies
         return saver
 
@@ -126,6 +127,11 @@ class Compression:
         if codec.lossy is not None and kind != "exact" and BYTES[codec.lossy] < tensor.element_size():
             return True
         return codec.lossless and may_be_sparse(tensor)
+
+    def _is_cast(self, tensor: Tensor, saver: Saver) -> bool:
+        """Whether it is a parameter in another type: an error in it would go through all layers before."""
+        may_be_rounded = self.codec.lossy is not None and tensor.dtype in FLOATS
+        return may_be_rounded and saver.module is not None and is_cast(tensor, saver.module)
 
     def _take(self, tensor: Tensor, module: str) -> Compressed:
         key = storage_key(tensor), version(tensor)
@@ -169,12 +175,3 @@ class Compression:
         for (module, code), num_bytes in self._after.items():
             after[module][code] = num_bytes
         self.layers = {module: LayerBytes(before, after[module]) for module, before in self._before.items()}
-
-
-def _is_cast(tensor: Tensor, saver: Saver) -> bool:
-    """Whether autocast has made it of a parameter: an error in it would go through all layers before."""
-    if saver.module is None or not torch.is_autocast_enabled(tensor.device.type):
-        return False
-    flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-    same = [part for part in saver.module.parameters(recurse=False) if part.numel() == flat.numel()]
-    return any(torch.equal(flat, part.detach().reshape(-1).to(flat.dtype)) for part in same)

@@ -89,8 +89,10 @@ def _role(frame: FrameType | None, tensor: Tensor) -> tuple[Kind, Window | None]
         return "pool", None
     given = frame.f_locals
     kernel = _pair(given["kernel_size"])
-    stride = kernel if given["stride"] is None or given["stride"] == [] else _pair(given["stride"])
-    return "argmax", Window(kernel, stride, _pair(given["padding"]), _pair(given["dilation"]), given["input"].shape[-1])
+    stride = given["stride"]
+    is_kernel = stride is None or (isinstance(stride, Sequence) and not stride)
+    steps = kernel if is_kernel else _pair(stride)
+    return "argmax", Window(kernel, steps, _pair(given["padding"]), _pair(given["dilation"]), given["input"].shape[-1])
 
 
 def _needs_exact(frame: FrameType) -> bool:

@@ -110,16 +110,39 @@ def test_channels_last():
     assert codes["4"] == ["argmax", "shape"]
 
 
-def test_autocast_keeps_the_copies_of_weights():
-    model, x = nn.Sequential(convolution(3, 8), nn.ReLU(), convolution(8, 8), nn.Tanh(), convolution(8)), None
-    x = torch.randn(2, 3, 8, 8)
+def test_a_step_of_autocast_is_the_same():
+    model, x = nn.Sequential(convolution(3, 8), nn.ReLU(), convolution(8, 8), nn.Tanh()), torch.randn(2, 3, 8, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        plain = gradients(model, x, on=False)[0]
-        exact, _ = gradients(model, x)
-        _, codes = gradients(model, x, lossy="fp8")
-    assert_bitwise(exact, plain)
-    assert codes["2"] == codes["4"] == ["kept"]  # the weights; what they read was saved by the layers before
-    assert codes["3"] == ["fp8"]
+        assert_bitwise(gradients(model, x)[0], gradients(model, x, on=False)[0])
+
+
+def attention(self, x):
+    return F.linear(self.layer(x, x.cos(), x.sin())[0], self.head.weight)
+
+
+CAST = {
+    "linear": nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 24)),
+    "channels last": nn.Sequential(convolution(16, 8), nn.Tanh(), convolution(8)).to(memory_format=torch.channels_last),
+    "weights of children, and rows of one": Of(attention, layer=nn.MultiheadAttention(16, 2), head=nn.Linear(16, 8)),
+    "recurrent": Of(lambda self, x: self.layer(x)[0], layer=nn.GRU(16, 8, 2)),
+}
+
+
+@pytest.mark.parametrize("name", CAST)
+def test_what_autocast_makes_of_weights_is_never_rounded(name, monkeypatch):
+    rounded = []
+    plain = encoding.codecs.encode_fp8
+    monkeypatch.setattr(encoding.codecs, "encode_fp8", lambda flat: rounded.append(flat.float()) or plain(flat))
+    model = nn.Sequential(Of(lambda self, x: x * 1), CAST[name])
+    x = torch.randn(3, 16, 5, 7) if name == "channels last" else torch.randn(7, 5, 16)
+    with compressed(model, lossy="fp8"):
+        for _ in range(2):  # the cache of autocast holds copies until it ends
+            with torch.autocast("cpu", torch.bfloat16):
+                result = model(x.requires_grad_())
+    assert result.requires_grad
+    assert rounded
+    copies = [part.detach().to(torch.bfloat16).float() for part in model.parameters() if part.ndim > 1]
+    assert not any(torch.isin(flat, copy).all() for flat in rounded if flat.numel() for copy in copies)
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])

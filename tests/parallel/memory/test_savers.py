@@ -37,6 +37,7 @@ def test_a_relu_reads_where_its_result_is_positive(run):
         (nn.MaxPool2d(2), Window((2, 2), (2, 2), (0, 0), (1, 1), 8)),
         (nn.MaxPool2d(3, 2, 1, ceil_mode=True), Window((3, 3), (2, 2), (1, 1), (1, 1), 8)),
         (nn.MaxPool2d((3, 2), (1, 2), (1, 0), (2, 1)), Window((3, 2), (1, 2), (1, 0), (2, 1), 8)),
+        (lambda x: F.max_pool2d(x, 2, ()), Window((2, 2), (2, 2), (0, 0), (1, 1), 8)),
         (lambda x: F.max_pool2d(x, [3, 2], return_indices=True), Window((3, 2), (3, 2), (0, 0), (1, 1), 8)),
     ],
 )
