@@ -52,9 +52,9 @@ def _pack(mask: Tensor, out: Tensor) -> None:
     out.copy_((whole.clone() if whole.storage_offset() % 8 else whole).view(torch.int64) * _GATHER >> 56)
 
 
-def unpack_bits(bits: Tensor, shape: torch.Size) -> Tensor:
-    """What `pack_bits` packed, bool of that shape."""
-    flat = torch.empty(shape.numel(), dtype=torch.bool, device=bits.device)
+def unpack_bits(bits: Tensor, shape: torch.Size, dtype: torch.dtype = torch.bool) -> Tensor:
+    """What `pack_bits` packed, of that shape: true and false, or one and zero in another type."""
+    flat = torch.empty(shape.numel(), dtype=dtype, device=bits.device)
     words = _bytes_of_bits(bits.device)
     for out, part in zip(pieces(flat), bits.split(CHUNK // 8), strict=False):
         out.copy_(words.index_select(0, part.int()).view(torch.bool)[: out.numel()])
@@ -71,12 +71,16 @@ def _bytes_of_bits(device: torch.device) -> Tensor:
 
 def encode_positive(output: Tensor) -> Tensor:
     """One bit an element of what a ReLU gave: whether its gradient passes, which NaN lets pass too."""
-    return pack_bits(output.le(0).logical_not_())
+    flat = output.reshape(-1)
+    bits = torch.zeros(ceil(flat.numel() / 8), dtype=torch.uint8, device=output.device)
+    for part, out in zip(pieces(flat), bits.split(CHUNK // 8), strict=False):
+        _pack(part.le(0).logical_not_(), out)
+    return bits
 
 
 def decode_positive(bits: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """A tensor that the gradient of a ReLU takes for its result: one where it passes, else zero."""
-    return unpack_bits(bits, shape).to(dtype)
+    return unpack_bits(bits, shape, dtype)
 
 
 @dataclass(frozen=True)

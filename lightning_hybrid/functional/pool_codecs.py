@@ -54,10 +54,10 @@ def encode_argmax(indices: Tensor, window: Window) -> Tensor:
     """
     codes = torch.empty(indices.shape, dtype=torch.uint8, device=indices.device)
     starts, row = _starts(indices.shape, window, indices.device), window.dilation[0] * window.width
-    for part, out in zip(_planes(indices), _planes(codes), strict=True):
+    for part, places in zip(_planes(indices), _planes(codes), strict=True):
         local = (part - starts).to(torch.int32)
         rows = sum((local >= row * number for number in range(1, window.kernel[0])), torch.zeros_like(local))
-        out.copy_((local - rows * row).div_(window.dilation[1], rounding_mode="floor") + rows * window.kernel[1])
+        places.copy_((local - rows * row).div_(window.dilation[1], rounding_mode="floor") + rows * window.kernel[1])
     flat = codes.view(-1)
     if window.per_byte == 1:
         return flat
@@ -65,24 +65,29 @@ def encode_argmax(indices: Tensor, window: Window) -> Tensor:
     return first | second << 4
 
 
-def decode_argmax(encoded: Tensor, shape: torch.Size, window: Window) -> Tensor:
-    """The indices again, int64 of that shape."""
+def decode_argmax(encoded: Tensor, shape: torch.Size, window: Window, out: Tensor | None = None) -> Tensor:
+    """The indices again, int64 of that shape; in `out` if it is given, which may have any strides."""
     codes = encoded if window.per_byte == 1 else torch.stack([encoded & 15, encoded >> 4], 1).view(-1)
-    indices = torch.empty(shape, dtype=torch.int64, device=encoded.device)
+    indices = torch.empty(shape, dtype=torch.int64, device=encoded.device) if out is None else out
     rows, columns = (
         torch.arange(size, device=encoded.device) * step
         for size, step in zip(window.kernel, window.dilation, strict=True)
     )
     within, starts = (rows[:, None] * window.width + columns).view(-1), _starts(shape, window, encoded.device)
-    for part, out in zip(_planes(codes[: shape.numel()].view(shape)), _planes(indices), strict=True):
-        out.copy_(within.index_select(0, part.reshape(-1).int()).view(part.shape).add_(starts))
+    for part, decoded in zip(_planes(codes[: shape.numel()].view(shape)), _planes(indices), strict=True):
+        decoded.copy_(within.index_select(0, part.reshape(-1).int()).view(part.shape).add_(starts))
     return indices
 
 
 def _planes(tensor: Tensor) -> Iterator[Tensor]:
-    """Of ``[..., height, width]`` some planes at a time, ``[planes, height, width]``; a piece has one or more."""
-    planes = tensor.reshape(-1, *tensor.shape[-2:])
-    return iter(planes.split(max(1, CHUNK // max(1, planes[0].numel()))) if planes.numel() else ())
+    """Of ``[..., height, width]`` some planes at a time, alike for all strides; a piece has one or more."""
+    if tensor.ndim == 2:
+        yield tensor
+    elif tensor.numel() and (tensor.ndim == 3 or tensor[0].numel() <= CHUNK):
+        yield from tensor.split(max(1, CHUNK // tensor[0].numel()))
+    elif tensor.numel():
+        for part in tensor:
+            yield from _planes(part)
 
 
 def _starts(shape: torch.Size, window: Window, device: torch.device) -> Tensor:

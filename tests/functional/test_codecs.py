@@ -5,8 +5,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
+from lightning_hybrid.compat import TorchDispatchMode
 from lightning_hybrid.functional import codecs, pool_codecs
 from lightning_hybrid.functional.codecs import ERROR_BOUNDS, Sparse
 from lightning_hybrid.functional.pool_codecs import Window
@@ -120,6 +122,51 @@ def test_windows_wider_than_an_image_are_encoded_only_if_their_places_come_back(
     assert checked
     assert Window((2, 2), (1, 1), (0, 1), (1, 2), 2).per_byte == 0  # steps by two columns are steps by a row
     assert Window((2, 2), (1, 1), (0, 1), (1, 2), 3).per_byte == 2
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of each storage that operations make."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.bytes[StorageWeakRef(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
+        return result
+
+    def of(self, whole):
+        """How many are new that have an eighth of a tensor's bytes and more."""
+        given = StorageWeakRef(whole.untyped_storage())
+        return sum(size > whole.nbytes / 8 for storage, size in self.bytes.items() if storage != given)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_large_tensors_are_encoded_in_pieces_and_decoded_into_one_of_their_size(monkeypatch, memory_format):
+    monkeypatch.setattr(codecs, "CHUNK", 2**8)
+    monkeypatch.setattr(pool_codecs, "CHUNK", 2**8)
+    images = torch.randn(8, 32, 8, 8).relu_().bfloat16().contiguous(memory_format=memory_format)
+    _, indices = F.max_pool2d(images, 3, 1, 1, return_indices=True)
+    flat = images.as_strided((images.numel(),), (1,))
+    window = Window((3, 3), (1, 1), (1, 1), (1, 1), 8)
+    for whole, encode, decode in (
+        (flat, codecs.encode_positive, lambda bits: codecs.decode_positive(bits, flat.shape, flat.dtype)),
+        (
+            indices,
+            lambda whole: pool_codecs.encode_argmax(whole, window),
+            lambda codes: pool_codecs.decode_argmax(codes, indices.shape, window, torch.empty_like(indices)),
+        ),
+    ):
+        with Allocated() as encoding:
+            encoded = encode(whole)
+        with Allocated() as decoding:
+            decoded = decode(encoded)
+        assert (encoding.of(whole), decoding.of(whole)) == (0, 1)
+        assert torch.equal(decoded, whole if whole is indices else (whole > 0).to(whole.dtype))
+        assert decoded.stride() == whole.stride()
 
 
 LOSSY = {

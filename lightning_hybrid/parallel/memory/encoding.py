@@ -109,9 +109,8 @@ def _places(flat: Tensor, savers: Collection[tuple[Saver, Geometry]]) -> Encoded
 
 
 def _from_windows(encoded: Tensor, geometry: Geometry, window: Window) -> Tensor:
-    indices = pool_codecs.decode_argmax(encoded, geometry.size, window)
-    flat = torch.empty(indices.numel(), dtype=indices.dtype, device=indices.device)
-    flat.as_strided(geometry.size, geometry.stride).copy_(indices)
+    flat = torch.empty(geometry.size.numel(), dtype=geometry.dtype, device=encoded.device)
+    pool_codecs.decode_argmax(encoded, geometry.size, window, flat.as_strided(geometry.size, geometry.stride))
     return flat
 
 
