@@ -12,7 +12,7 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_hybrid.callbacks.activation_offload import ActivationOffload
-from lightning_hybrid.callbacks.arguments import check_whole
+from lightning_hybrid.callbacks.arguments import check_flag, check_whole
 from lightning_hybrid.callbacks.memory_policy import MemoryTechnique
 from lightning_hybrid.callbacks.pictures import Picture, picture_path, write_picture
 from lightning_hybrid.callbacks.reports import show
@@ -78,6 +78,7 @@ class ActivationCompression(MemoryTechnique):
         min_bytes: int = MIN_BYTES,
         picture: Picture = False,
     ) -> None:
+        check_flag("lossless", lossless)
         if lossy is not None and lossy not in LOSSY:
             raise ValueError(f"lossy={lossy!r} is none of {list(LOSSY)}. Choose one, or None.")
         if not lossless and lossy is None:
@@ -88,7 +89,7 @@ class ActivationCompression(MemoryTechnique):
         if budget_bytes is not None:
             check_whole("budget_bytes", budget_bytes, 1, " of bytes")
         self.budget_bytes, self.blocks = budget_bytes, blocks
-        self.lossless, self.lossy, self.min_bytes = bool(lossless), lossy, min_bytes
+        self.lossless, self.lossy, self.min_bytes = lossless, lossy, min_bytes
         self.picture, self._path = picture, ""
         self.layers: dict[str, LayerBytes] = {}
         self._compression: Compression | None = None

@@ -11,3 +11,13 @@ def check_whole(name: str, value: object, least: int, unit: str = "") -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={value!r} must be a whole number{unit} of at least {least}.")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuse an argument that is neither True nor False, such as "no", which would count as true.
+
+    Raises:
+        ValueError: With the argument's name and value.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False.")

@@ -25,9 +25,14 @@ def picture_path(picture: Picture, file: str, trainer: Trainer | None = None) ->
 
     Returns:
         A path, or "" for none.
+
+    Raises:
+        ValueError: If it is something else.
     """
     if picture is False:
         return ""
+    if not isinstance(picture, bool | str | os.PathLike):
+        raise ValueError(f'picture={picture!r} must be True, False, or a path that ends in ".png" or is a folder.')
     if picture is not True:
         path = os.fspath(picture)
         return path if path.endswith(".png") else os.path.join(path, file)

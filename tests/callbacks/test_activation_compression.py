@@ -102,6 +102,7 @@ def test_a_lossy_fit_has_the_losses_of_one_step_and_other_gradients():
     [
         ({"lossy": "fp9"}, "lossy='fp9' is none of ['fp16', 'fp10', 'fp8']"),
         ({"lossless": False}, "leave nothing to do"),
+        ({"lossless": "no"}, "lossless='no' must be True or False"),
         ({"min_bytes": "1k"}, "min_bytes='1k' must be a whole number of bytes"),
         ({"min_bytes": -1}, "min_bytes=-1"),
     ],
@@ -109,6 +110,13 @@ def test_a_lossy_fit_has_the_losses_of_one_step_and_other_gradients():
 def test_arguments_are_checked(keywords, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         ActivationCompression(**keywords)
+
+
+def test_a_picture_that_is_no_path_is_refused_before_training():
+    module = Net()
+    with pytest.raises(ValueError, match="picture=None must be True, False, or a path"):
+        fit(ActivationCompression(picture=None), module=module)
+    assert all(torch.equal(a, b) for a, b in zip(Net().parameters(), module.parameters(), strict=True))
 
 
 def test_two_are_refused():

@@ -72,8 +72,10 @@ class Compressed:
         if original is None or version(original.tensor) != original.version:
             return  # the backward pass will say that it was written to
         storage = original.tensor.untyped_storage()
-        self.encoded = encode(storage, self.savers, self._codec)
-        self._original, self.is_settled = None, True
+        encoded = encode(storage, self.savers, self._codec)
+        if self.is_closed:  # garbage was collected meanwhile, and its graphs in it
+            return
+        self.encoded, self._original, self.is_settled = encoded, None, True
         if self.encoded is not None:
             self._there = [announce(original.tensor, "compressed", self._here)]
             self._there += [announce(tensor, "kept", self._here) for tensor in self.encoded.tensors]

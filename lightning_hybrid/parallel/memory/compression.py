@@ -159,6 +159,8 @@ class Compression:
         for stored in waiting:
             if stored.is_free:
                 stored.settle(self._hooks.pass_on)
+                if stored.is_closed:
+                    continue
                 encoded = stored.encoded
                 code, after = (KEPT, None) if encoded is None else (encoded.code, encoded.num_bytes)
                 self._count(stored.module, code, stored.num_bytes, after)

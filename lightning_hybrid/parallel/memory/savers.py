@@ -69,7 +69,7 @@ def saver_of(tensor: Tensor) -> Saver:
             kind = "exact"
         frame = frame.f_back
     module: nn.Module | None = None if frame is None else frame.f_locals["self"]
-    if kind == "other" and (module is None or type(module).__module__ == _OF_LOSSES):
+    if kind == "other" and (module is None or any(base.__module__ == _OF_LOSSES for base in type(module).__mro__)):
         kind = "exact"
     return Saver(kind, module, window)
 

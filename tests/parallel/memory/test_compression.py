@@ -10,6 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid.functional.codecs import ERROR_BOUNDS
+from lightning_hybrid.parallel.ledgers import fates
+from lightning_hybrid.parallel.memory import compressed as compressed_storages
 from lightning_hybrid.parallel.memory import encoding, passes
 from lightning_hybrid.parallel.memory.compression import Compression
 from lightning_hybrid.parallel.memory.encoding import LOSSY, Codec
@@ -275,6 +277,31 @@ def test_losses_and_inputs_of_repeated_forwards_stay_exact_with_lossy():
     model = Of(lambda self, x: F.mse_loss(checkpoint(self.block, x, use_reentrant=False), x * 2), block=block)
     x = torch.randn(4, 6)
     assert_bitwise(gradients(model, x, lossy="fp8")[0], gradients(model, x, on=False)[0])
+
+
+def test_a_graph_that_is_collected_while_its_tensors_are_encoded_leaves_nothing(monkeypatch):
+    """Python collects garbage whenever it likes; a graph is garbage where something in it refers to it."""
+    model, counted, kept = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.MaxPool2d(2)), [], []
+
+    class Counts:
+        def announced(self, tensor, fate, earlier=None):
+            counted.append(number := len(counted))
+            return lambda: counted.remove(number) if number in counted else None
+
+    def collects(*args):
+        kept.clear()
+        return plain(*args)
+
+    plain = compressed_storages.encode
+    monkeypatch.setattr(compressed_storages, "encode", collects)
+    monkeypatch.setattr(fates, "observers", [Counts()])
+    with compressed(model) as compression:
+        kept.append(model(torch.randn(2, 3, 8, 8)))
+        assert counted
+        kept[:] = [kept[0].grad_fn]
+    assert not counted
+    assert not compression._table
+    assert {code for layer in compression.layers.values() for code in layer.after} <= {"bits", "kept"}
 
 
 def test_a_plan_may_say_no():
