@@ -31,11 +31,11 @@ def picture_path(picture: Picture, file: str, trainer: Trainer | None = None) ->
     """
     if picture is False:
         return ""
-    if not isinstance(picture, bool | str | os.PathLike):
-        raise ValueError(f'picture={picture!r} must be True, False, or a path that ends in ".png" or is a folder.')
-    if picture is not True:
+    if isinstance(picture, str | os.PathLike):
         path = os.fspath(picture)
         return path if path.endswith(".png") else os.path.join(path, file)
+    if picture is not True:
+        raise ValueError(f'picture={picture!r} must be True, False, or a path that ends in ".png" or is a folder.')
     return os.path.join(trainer.log_dir or trainer.default_root_dir if trainer is not None else "", file)
 
 
