@@ -26,6 +26,9 @@ from lightning_hybrid.parallel.memory.offload_copies import Geometry
 from lightning_hybrid.parallel.memory.savers import Saver, saver_of
 from lightning_hybrid.parallel.memory.storages import is_plain, unnumbered
 
+LOOKS = 64
+"""Storages that are looked at when one more is saved: users may hold any number whole, such as all states of a loop."""
+
 
 class Compression:
     """Compresses what is saved within `start` and `stop`.
@@ -88,7 +91,7 @@ class Compression:
     def _pack(self, tensor: Tensor) -> Packed | None:
         if self._is_probe or in_backward() or not is_plain(tensor, self._device) or self._fixed.is_fixed(tensor):
             return None
-        self._settle()
+        self._settle(LOOKS)
         saver, stored = self.saver(tensor), self._find(tensor)
         module = self._name(saver)
         if stored is None and self._is_left(tensor):
@@ -153,9 +156,10 @@ class Compression:
         if not self._table[key]:
             del self._table[key]
 
-    def _settle(self) -> None:
-        """Encode what only graphs hold."""
-        waiting, self._waiting = self._waiting, []
+    def _settle(self, most: int | None = None) -> None:
+        """Encode what only graphs hold, of all or of the last that wait; then others are the last."""
+        first = 0 if most is None else max(0, len(self._waiting) - most)
+        others, waiting, self._waiting = self._waiting[:first], self._waiting[first:], []
         for stored in waiting:
             if stored.is_free:
                 stored.settle(self._hooks.pass_on)
@@ -167,6 +171,7 @@ class Compression:
                 self.settled(stored)
             elif not stored.is_closed:
                 self._waiting.append(stored)
+        self._waiting += others
 
     def _count(self, module: str, code: str, before: int, after: int | None = None) -> None:
         self._before[module] += before

@@ -13,7 +13,8 @@ from lightning_hybrid.functional.codecs import ERROR_BOUNDS
 from lightning_hybrid.parallel.ledgers import fates
 from lightning_hybrid.parallel.memory import compressed as compressed_storages
 from lightning_hybrid.parallel.memory import encoding, passes
-from lightning_hybrid.parallel.memory.compression import Compression
+from lightning_hybrid.parallel.memory.compressed import Compressed
+from lightning_hybrid.parallel.memory.compression import LOOKS, Compression
 from lightning_hybrid.parallel.memory.encoding import LOSSY, Codec
 
 CPU = torch.device("cpu")
@@ -185,6 +186,29 @@ def test_what_a_user_holds_stays_whole():
     with compressed(model) as compression:
         model(torch.randn(2, 3, 8, 8)).sum().backward()
     assert compression.layers["1"].after == {"kept": 2 * 4 * 64 * 4}
+
+
+def test_what_a_loop_holds_takes_no_more_time_for_each_turn_and_is_encoded_when_it_lets_go(monkeypatch):
+    looks = []
+    plain = Compressed.is_free
+    monkeypatch.setattr(Compressed, "is_free", property(lambda stored: looks.append(0) or plain.fget(stored)))
+
+    def loop(self, x):
+        states = [x]
+        for _ in range(200):
+            states.append(F.relu(states[-1] + 1))
+        counts.append(len(looks))
+        del states[:-1]
+        return self.last(states.pop())
+
+    counts, model = [], nn.Sequential(nn.Linear(4, 4), Of(loop, last=nn.Linear(4, 4)), *[nn.ReLU()] * 10)
+    with compressed(model) as compression:
+        result = model(torch.randn(2, 4))
+        assert counts[0] < 200 * LOOKS
+        assert counts[0] < len(looks)
+        assert len(compression._waiting) <= 2  # the last ones
+        result.sum().backward()
+    assert compression.layers["1"].after["bits"] == 199  # a byte each; the last is saved for a product, too
 
 
 def test_a_write_in_place_is_refused_as_by_autograd():
