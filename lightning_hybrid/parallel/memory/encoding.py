@@ -116,8 +116,7 @@ def _from_windows(encoded: Tensor, geometry: Geometry, window: Window) -> Tensor
 
 def _numbers(flat: Tensor, kinds: set[Kind], codec: Codec) -> Encoded | None:
     """Of a floating storage what its savers read: nothing, signs, or numbers."""
-    reads_numbers = not kinds.isdisjoint(READ_AS_NUMBERS)
-    if not reads_numbers and codec.lossless:
+    if kinds.isdisjoint(READ_AS_NUMBERS):
         return _signs(flat) if "relu" in kinds else Encoded("shape", (), {})
     found: list[Encoded] = []
     sparse = codecs.encode_sparse(flat) if codec.lossless and may_be_sparse(flat) else None

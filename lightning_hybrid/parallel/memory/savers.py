@@ -24,9 +24,11 @@ from lightning_hybrid.parallel.memory.inputs import Arguments
 
 Kind = Literal["relu", "pool", "argmax", "exact", "other"]
 """What a gradient reads: where the result of its operation, a ReLU, is positive; the shape of what its operation, a
-max-pool, has got; places of maxima; for losses, and where a forward is run again from it, exact numbers; numbers."""
+max-pool, has got; places of maxima; exact numbers, where a forward is run again from them, in losses, and as statistics
+of norms, of which one stands for many; numbers."""
 
 _RELU, _POOLS = F.relu.__code__, (MAX_POOL, F.max_pool2d_with_indices.__code__)
+_NORMS = {norm.__code__ for norm in (F.batch_norm, F.layer_norm, F.group_norm, F.instance_norm, F.rms_norm)}
 _LOSSES = {
     code
     for name, function in vars(F).items()
@@ -83,6 +85,8 @@ def _role(frame: FrameType | None, tensor: Tensor) -> tuple[Kind, Window | None]
     """What the innermost function of Python does, whose own operations save."""
     if frame is not None and frame.f_code is _RELU:
         return "relu", None
+    if frame is not None and frame.f_code in _NORMS and tensor.numel() < frame.f_locals["input"].numel():
+        return "exact", None
     if frame is None or frame.f_code not in _POOLS:
         return "other", None
     if tensor.dtype is not torch.int64:

@@ -88,6 +88,13 @@ def test_losses_and_what_a_forward_is_repeated_from_are_exact(run):
     assert {saver.kind for saver in found} == {"exact"}
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(3), nn.GroupNorm(1, 3), nn.LayerNorm(8), nn.InstanceNorm2d(3)])
+def test_statistics_of_norms_are_exact_and_what_they_normalise_is_not(norm):
+    kinds = [saver.kind for saver in kinds_of(Inner(lambda x: norm(x)), IMAGES.clone())]
+    assert kinds.count("other") == 1
+    assert kinds.count("exact") >= 2
+
+
 def test_a_subclass_that_replaces_relu_does_not_save_for_it():
     class Doubled(torch.Tensor):
         @classmethod
