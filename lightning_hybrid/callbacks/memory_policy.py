@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from lightning_hybrid.callbacks.blocks import choose_groups, first_blocks
 from lightning_hybrid.callbacks.reports import is_logging_step, log_bytes, show
-from lightning_hybrid.functional.mixing_codes import cheapest_mix_with_codes, units_with_codes
 from lightning_hybrid.functional.mixing_plan import (
     MIX_COLUMNS,
     Mix,
@@ -22,6 +21,7 @@ from lightning_hybrid.functional.mixing_plan import (
     mix_rows,
     mix_seconds,
 )
+from lightning_hybrid.functional.mixing_room import cheapest_mix_with_room, units_with_room
 from lightning_hybrid.parallel.ledgers.traffic import over_ranks
 from lightning_hybrid.parallel.memory.compression import Compression
 from lightning_hybrid.parallel.memory.costs import CostMeter
@@ -214,7 +214,7 @@ class MemoryPolicy:
         units, in_flight = self.units.units, self.measured.in_flight
         found = watch.take() // max(1, self._num_passes - before)
         planned = mix_bytes(units, self.mix)["compressed_bytes"]
-        room = self.budget_bytes - mix_peak_bytes(units_with_codes(units, self.mix), self.mix, in_flight)
+        room = self.budget_bytes - mix_peak_bytes(units_with_room(units, self.mix), self.mix, in_flight)
         if in_flight * (found - planned) > room:
             self._watch = None
             warnings.warn(
@@ -256,7 +256,7 @@ class MemoryPolicy:
         self.units, error = units_of(self.measured), ""
         try:
             starts = self._starts(trainer, self.units.names)
-            self.mix = cheapest_mix_with_codes(self.units.units, self.budget_bytes, self.measured.in_flight, starts)
+            self.mix = cheapest_mix_with_room(self.units.units, self.budget_bytes, self.measured.in_flight, starts)
         except ValueError as failure:
             error = str(failure)
         errors = [f"Rank {rank}: {text}" for rank, text in enumerate(over_ranks(error)) if text]
@@ -276,7 +276,7 @@ class MemoryPolicy:
         places = {site.name: place for place, site in enumerate(self._recomputation.sites)}
         blocks = [name for name in names if name in places]
         starts = {blocks[index] for index in first_blocks(trainer, blocks)}
-        starts |= {b for a, b in pairwise(blocks) if places[b] != places[a] + 1}
+        starts |= {b for a, b in pairwise(blocks) if places[b] != places[a] + 1 or b in self.measured.starts}
         return {names.index(name) for name in starts}
 
     def _apply(self, mix: Mix, keys: SavedKeys) -> None:

@@ -22,12 +22,15 @@ class Saved:
         compressed_bytes: Bytes of it when it is compressed; None if it cannot be.
         compress_seconds: Time to encode and decode it.
         offload_seconds: Time of its copies to host memory and back; None if it cannot move.
+        later: Units behind its own that read it too, where it is there whatever becomes of it otherwise. Peaks count
+            that by `mixing_room.units_with_room`.
     """
 
     num_bytes: int
     compressed_bytes: int | None = None
     compress_seconds: float = 0.0
     offload_seconds: float | None = None
+    later: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

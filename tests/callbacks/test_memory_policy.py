@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hybrid.callbacks import ActivationCompression, ActivationOffload, ActivationRecompute, MemoryLedger
-from lightning_hybrid.functional.mixing_codes import units_with_codes
 from lightning_hybrid.functional.mixing_plan import mix_peak_bytes
+from lightning_hybrid.functional.mixing_room import units_with_room
 from tests.launch import run_trainers
 from tests.memory_models import Bits
 from tests.small import hybrid, trainer_of
@@ -87,7 +87,7 @@ def least(names, strategy="auto"):
 
 
 def peak(policy):
-    units = units_with_codes(policy.units.units, policy.mix)
+    units = units_with_room(policy.units.units, policy.mix)
     return mix_peak_bytes(units, policy.mix, policy.measured.in_flight)
 
 

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_hybrid.compat import in_backward, storage_key
 from lightning_hybrid.functional.trees import leaves_of
-from lightning_hybrid.parallel.ledgers.fixed import FixedStorages
+from lightning_hybrid.parallel.ledgers.fixed import FixedStorages, local_part
 from lightning_hybrid.parallel.memory import passes
 from lightning_hybrid.parallel.memory.calls import Order, surround
 from lightning_hybrid.parallel.memory.hooks import ChainedHooks, Packed, PassedOn
@@ -107,8 +107,9 @@ def after(name: str) -> str:
 class SavedKeys:
     """Numbers what forward passes save within `start` and `stop`, by hooks that leave it to those outside.
 
-    Parameters and buffers have no keys, nor have sparse tensors, and those of subclasses or on other devices. A block
-    that is called again begins another pass here, so that all its calls are alike.
+    Parameters and buffers have no keys, nor have sparse tensors and those on other devices. Of a DTensor or a split
+    tensor, which stay as they are, the part that is here has. A block that is called again begins another pass here, so
+    that all its calls are alike.
 
     Args:
         root: The module that is trained.
@@ -161,9 +162,12 @@ class SavedKeys:
 
         Hooks inside that take a tensor must ask, in the order in which autograd saves; once more changes nothing.
         """
-        if not self._active or self._is_probe or in_backward() or not self._counts(tensor):
+        if not self._active or self._is_probe or in_backward():
             return None
-        met = self._meet(tensor)
+        part = part_of(local_part(tensor))
+        if not self._counts(part):
+            return None
+        met = self._meet(part)
         self._numbers[self.group] += met.add(Key(self.group, self._numbers[self.group], is_argument=False))
         return met
 
@@ -214,7 +218,7 @@ class SavedKeys:
         return result
 
     def _tensors(self, *trees: Any) -> list[Tensor]:
-        parts = [part_of(leaf) for leaf in leaves_of(trees) if isinstance(leaf, Tensor)]
+        parts = [part_of(local_part(leaf)) for leaf in leaves_of(trees) if isinstance(leaf, Tensor)]
         return [part for part in parts if self._counts(part)]
 
     def _counts(self, tensor: Tensor) -> bool:

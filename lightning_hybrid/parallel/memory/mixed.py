@@ -36,12 +36,13 @@ class _Use:
     savers: set[str] = field(default_factory=set)
     moves_as_argument: bool = True
     moves_as_saved: bool = False
+    is_part: bool = False
 
     def item(self, part: Part, reached: Collection[str]) -> Item:
         """What it takes. What one operation moves, it moves for all; what a repetition needs must move by itself."""
-        can_move = self.moves_as_argument and (self.moves_as_saved or not self.savers)
-        item = Item(self.met.num_bytes, frozenset(self.met.keys), bool(self.savers), can_move=can_move)
-        code = None if self.codes is None else self._code(self.codes, part, reached)
+        can_move = self.moves_as_argument and (self.moves_as_saved or not self.savers) and not self.is_part
+        item = Item(self.met.num_bytes, frozenset(self.met.keys), is_saved=bool(self.savers), can_move=can_move)
+        code = None if self.codes is None or self.is_part else self._code(self.codes, part, reached)
         return item if code is None else replace(item, compressed_bytes=code.num_bytes, compress_seconds=code.seconds)
 
     def _code(self, codes: Codes, part: Part, reached: Collection[str]) -> Code | None:
@@ -121,7 +122,7 @@ class MixMeter:
                 met = self._keys.saved(tensor)
                 if met is not None:
                     self._note(tensor, met, by_operation=True)
-                    if self._codes is not None:
+                    if self._codes is not None and type(tensor) is Tensor:
                         self._codes.note(tensor, met)
 
             yield note
@@ -147,6 +148,7 @@ class MixMeter:
 
     def _note(self, tensor: Tensor, met: Met, *, by_operation: bool) -> None:
         use, can_move = self._use(met), self._offload is not None and self._offload.can_move(tensor)
+        use.is_part |= type(tensor) is not Tensor  # which is kept as it is
         if by_operation:
             use.savers.add(self._keys.group)
             use.moves_as_saved |= can_move

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from lightning_hybrid.functional.mixing_plan import Mix, Saved, Unit, Way
@@ -20,6 +20,7 @@ class Item:
     Attributes:
         num_bytes: Its bytes.
         keys: Where passes have met it.
+        units: Of these, the units.
         is_saved: Of a block's argument, whether operations save it.
         compressed_bytes: Bytes of its code; None if there is none that is smaller.
         compress_seconds: Time to encode and decode it.
@@ -28,6 +29,7 @@ class Item:
 
     num_bytes: int
     keys: frozenset[Key] = frozenset()
+    units: frozenset[str] = frozenset()
     is_saved: bool = True
     compressed_bytes: int | None = None
     compress_seconds: float = 0.0
@@ -39,17 +41,19 @@ class Item:
         return Item(
             max(self.num_bytes, other.num_bytes),
             self.keys | other.keys,
+            self.units | other.units,
             self.is_saved or other.is_saved,
             None if codes[0] is None or codes[1] is None else max(codes[0], codes[1]),
             max(self.compress_seconds, other.compress_seconds),
             self.can_move and other.can_move,
         )
 
-    def saved(self, copy_seconds: float) -> Saved:
+    def saved(self, copy_seconds: float, later: tuple[int, ...] = ()) -> Saved:
         """What a planner needs to know.
 
         Args:
             copy_seconds: Time in which a byte goes to host memory and comes back.
+            later: Places of units behind its own that read it too.
         """
         code = self.compressed_bytes
         return Saved(
@@ -57,6 +61,7 @@ class Item:
             code if code is not None and code < self.num_bytes else None,
             self.compress_seconds,
             self.num_bytes * copy_seconds if self.can_move else None,
+            later,
         )
 
 
@@ -69,6 +74,7 @@ class Measured:
         items: By unit, part of it, and first key.
         beside: By unit, bytes that are there besides while it runs: what its block saves and hands on to the next
             block, which has the item.
+        starts: Blocks that get what the block before has not given as it is, so that a segment must begin with them.
         seconds: Of each block, time of its forward.
         in_flight: Most passes of which something was held at once.
         copy_seconds: Time in which a byte goes to host memory and comes back.
@@ -77,6 +83,7 @@ class Measured:
     order: list[str] = field(default_factory=list)
     items: dict[tuple[str, Part, Key], Item] = field(default_factory=dict)
     beside: dict[str, int] = field(default_factory=dict)
+    starts: set[str] = field(default_factory=set)
     seconds: dict[str, float] = field(default_factory=dict)
     in_flight: int = 1
     copy_seconds: float = 0.0
@@ -97,6 +104,7 @@ class Measured:
             self.items[key] = self.items[key].merged(item) if key in self.items else item
         for name, num_bytes in other.beside.items():
             self.beside[name] = max(self.beside.get(name, 0), num_bytes)
+        self.starts |= other.starts
         for name, seconds in other.seconds.items():
             self.seconds[name] = max(self.seconds.get(name, 0.0), seconds)
         self.in_flight = max(self.in_flight, other.in_flight)
@@ -135,8 +143,8 @@ class Use(Protocol):
 def measured_pass(uses: Iterable[Use], called: Sequence[str]) -> Measured:
     """Sort what a pass has met into units.
 
-    An argument that one block alone gets, from the block just before or as the first of its pass, is the block's own.
-    What several groups save otherwise, or several blocks get, is there whatever is recomputed, from the first on.
+    An argument that one block alone gets, made just before, is the block's own. What several groups save otherwise, or
+    several blocks get, is there whatever is recomputed, from the first of them on.
 
     Args:
         uses: Of each storage.
@@ -151,26 +159,26 @@ def measured_pass(uses: Iterable[Use], called: Sequence[str]) -> Measured:
         place = result.order.index(unit)
         reached = {group for group, name in unit_of.items() if name in result.order[: place + 1]}
         item = use.item(part, reached | set(result.order[place + 1 : place + 2]))
-        if part == "arguments" and earlier[unit] in use.savers:
-            result.beside[earlier[unit]] = result.beside.get(earlier[unit], 0) + item.num_bytes
-        result.items[unit, part, key] = item
+        if part == "arguments":
+            if {unit_of[group] for group in use.savers} - {unit}:
+                result.beside[earlier[unit]] = result.beside.get(earlier[unit], 0) + item.num_bytes
+            if unit not in use.met.handed_on:
+                result.starts.add(unit)
+        result.items[unit, part, key] = replace(item, units=frozenset(unit_of[key.group] for key in use.met.keys))
     return result
 
 
 def _place(use: Use, unit_of: dict[str, str], earlier: dict[str, str]) -> tuple[str, Part, Key]:
-    first, savers = use.met.keys[0], set(use.savers)
+    first, savers = use.met.keys[0], {unit_of[group] for group in use.savers}
     receivers = [key for key in use.met.keys if key.is_argument]
-    if len(receivers) == 1 and _is_own(use.met, receivers[0].group, savers, earlier):
-        return receivers[0].group, "arguments", receivers[0]
+    if len(receivers) == 1:
+        block = receivers[0].group
+        if savers <= {block, earlier[block]} and after(block) not in use.savers:
+            return block, "arguments", receivers[0]
     unit = unit_of[first.group]
-    if not receivers and savers == {unit}:
+    if not receivers and set(use.savers) == {unit}:
         return unit, "internal", first
     return earlier[unit] if first.is_argument else unit, "after", first
-
-
-def _is_own(storage: Met, block: str, savers: Collection[str], earlier: dict[str, str]) -> bool:
-    is_first = earlier[block] not in earlier
-    return (is_first or block in storage.handed_on) and set(savers) <= {block, earlier[block]} - {BEFORE}
 
 
 @dataclass(frozen=True)
@@ -211,7 +219,9 @@ def units_of(measured: Measured) -> Units:
         for (unit, part, _), item in measured.items.items():
             if unit != name:
                 continue
-            tensor, group = item.saved(measured.copy_seconds), (part, item.is_saved)
+            places = sorted(measured.order.index(one) for one in item.units)
+            later = tuple(place for place in places if place > len(found.units))
+            tensor, group = item.saved(measured.copy_seconds, later), (part, item.is_saved)
             if tensor.compressed_bytes is None and tensor.offload_seconds is None and group in fixed:
                 index = fixed[group]
                 saved[part][index] = Saved(saved[part][index].num_bytes + tensor.num_bytes)

@@ -25,18 +25,19 @@ class Use:
 
     def item(self, part, reached):
         self.reached = reached
-        return Item(self.met.num_bytes, frozenset(self.met.keys), bool(self.savers), **self.options)
+        return Item(self.met.num_bytes, frozenset(self.met.keys), is_saved=bool(self.savers), **self.options)
 
 
 PLACES = [
     (Use(1, "-"), FIRST, "after"),
     (Use(2, "A a"), "a", "arguments"),  # of the first block, whoever made it
-    (Use(3, "- A a"), FIRST, "after"),
+    (Use(3, "- A a"), "a", "arguments"),
     (Use(4, "a"), "a", "internal"),
     (Use(5, "a B b", "b"), "b", "arguments"),
-    (Use(6, "B b"), "a", "after"),  # of nobody that runs again with the block
+    (Use(6, "B b"), "b", "arguments"),
     (Use(7, "a B C c", "b"), "a", "after"),
-    (Use(8, "a+ B b", "b"), "a", "after"),
+    (Use(8, "a+ B b"), "b", "arguments"),
+    (Use(12, "a B b b+", "b"), "a", "after"),
     (Use(9, "a c"), "a", "after"),
     (Use(10, "c c+"), "c", "after"),
     (Use(11, "B", "b"), "b", "arguments"),
@@ -49,7 +50,8 @@ def test_storages_belong_where_a_plan_can_decide_about_them():
     places = {item.num_bytes: (unit, part) for (unit, part, _), item in found.items.items()}
     expected = {use.met.num_bytes: (unit, part) for use, unit, part in PLACES}
     assert places == expected
-    assert found.beside == {"a": 5}
+    assert found.beside == {FIRST: 3, "a": 5 + 8}
+    assert found.starts == {"a", "b"}
     use = next(use for use, _, _ in PLACES if use.met.num_bytes == 4)
     assert use.reached == {BEFORE, "a", "(after a)", "b"}
 
@@ -62,11 +64,12 @@ def test_passes_and_ranks_are_merged_by_the_most_that_each_has_shown():
     assert total.order == [FIRST, "a", "b", "c", "(before d)", "d"]
     assert total.blocks == {"a", "b", "c", "d"}
     key = Key("a", 4, is_argument=False)
-    assert total.items["a", "internal", key] == Item(4, frozenset({key}), True, 3, 0.0, True)
-    again = Measured(["a"], {("a", "internal", key): Item(6, frozenset({key}))}, {"a": 1}, {"a": 2.0}, 3, 0.5)
+    assert total.items["a", "internal", key] == Item(4, frozenset({key}), frozenset("a"), True, 3, 0.0, True)
+    again = Measured(["a"], {("a", "internal", key): Item(6, frozenset({key}))}, {"a": 1}, {"a"}, {"a": 2.0}, 3, 0.5)
     total.add(again)
-    assert total.items["a", "internal", key] == Item(6, frozenset({key}))
-    assert (total.beside["a"], total.seconds, total.in_flight, total.copy_seconds) == (1, {"a": 2.0}, 3, 0.5)
+    assert total.items["a", "internal", key] == Item(6, frozenset({key}), frozenset("a"))
+    assert (total.beside, total.starts, total.seconds) == ({"a": 1}, {"a"}, {"a": 2.0})
+    assert (total.in_flight, total.copy_seconds) == (3, 0.5)
 
 
 def test_units_join_what_can_only_be_kept_and_ways_are_found_by_key():
