@@ -182,7 +182,6 @@ class SavedKeys:
         self.observer.saved(tensor, met)
         if self.group not in self._tokens:
             self._tokens[self.group] = _Token(self._alive, self.group)
-            self.in_flight = max(self.in_flight, self._alive[self.group])
         return _Counted(self._hooks.pass_on(tensor), self._tokens[self.group])
 
     def _begin_pass(self, trained: bool, *, goes_on: bool = False) -> None:
@@ -190,9 +189,15 @@ class SavedKeys:
             self.num_passes += 1
             if self.observer is not None:
                 self.observer.pass_ended(list(self._met.values()), list(self._called), goes_on=goes_on)
-        self._is_probe, self.group = not trained, BEFORE
+        self._is_probe = not trained
+        self._enter(BEFORE)
         for of_pass in (self._met, self._numbers, self._called, self._results, self._tokens):
             of_pass.clear()
+
+    def _enter(self, group: str) -> None:
+        """Another group runs. What the last one has replaced of an earlier pass has gone by now."""
+        self.in_flight = max(self.in_flight, self._alive[self.group])
+        self.group = group
 
     def _around(self, name: str, proceed: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Called in a block's place."""
@@ -201,7 +206,7 @@ class SavedKeys:
         if name in self._called:
             self._begin_pass(trained=True, goes_on=True)
         self._called[name] = None
-        self.group = name
+        self._enter(name)
         for number, tensor in enumerate(self._tensors(args, kwargs)):
             met = self._meet(tensor)
             met.add(Key(name, number, is_argument=True))
@@ -210,7 +215,7 @@ class SavedKeys:
         try:
             result = proceed(*args, **kwargs)
         finally:
-            self.group = after(name)
+            self._enter(after(name))
         self._results.clear()
         for tensor in self._tensors(result):
             self._meet(tensor)
