@@ -20,14 +20,14 @@ from lightning_hybrid.functional.mixing_plan import (
     mix_peak_bytes,
     mix_rows,
     mix_seconds,
+    mix_stored_bytes,
 )
 from lightning_hybrid.functional.mixing_room import cheapest_mix_with_room, units_with_room
 from lightning_hybrid.parallel.ledgers.traffic import over_ranks
 from lightning_hybrid.parallel.memory.compression import Compression
 from lightning_hybrid.parallel.memory.costs import CostMeter
 from lightning_hybrid.parallel.memory.keys import SavedKeys
-from lightning_hybrid.parallel.memory.mixed import MixedChoice, MixMeter, seconds_to_copy
-from lightning_hybrid.parallel.memory.mixed_codes import CodeWatch
+from lightning_hybrid.parallel.memory.mixed import MixedChoice, MixMeter, StoredWatch, seconds_to_copy
 from lightning_hybrid.parallel.memory.mixed_items import Measured, Units, units_of
 from lightning_hybrid.parallel.memory.offload import Offload
 from lightning_hybrid.parallel.memory.recompute import Recomputation
@@ -136,8 +136,7 @@ class MemoryPolicy:
         self._recomputation: Recomputation | None = None
         self._offload: Offload | None = None
         self._compression: Compression | None = None
-        self._watch: CodeWatch | None = None
-        self._num_passes = 0
+        self._watch: StoredWatch | None = None
 
     @staticmethod
     def of(techniques: Sequence[MemoryTechnique]) -> MemoryPolicy | None:
@@ -201,27 +200,25 @@ class MemoryPolicy:
                 self._decide(trainer, self._meter)
                 show(trainer, self.table())
         elif self._watch is not None:
-            self._check_codes(trainer, self._watch)
+            self._check_stored(trainer, self._watch)
         if self.totals and is_logging_step(trainer):
             for name, value in self.totals.items():
                 log_bytes(pl_module, f"memory_policy/{name}", value)
 
-    def _check_codes(self, trainer: Trainer, watch: CodeWatch) -> None:
-        """Warn once if what is compressed takes so much more than the plan counts on that the budget may not hold."""
-        assert self._keys is not None
+    def _check_stored(self, trainer: Trainer, watch: StoredWatch) -> None:
+        """Warn once if so much more is held than the plan counts on that the budget may not be kept to."""
         assert self.mix is not None
-        before, self._num_passes = self._num_passes, self._keys.num_passes
-        units, in_flight = self.units.units, self.measured.in_flight
-        found = watch.take() // max(1, self._num_passes - before)
-        planned = mix_bytes(units, self.mix)["compressed_bytes"]
+        units, in_flight, found = self.units.units, self.measured.in_flight, watch.take()
+        planned = mix_stored_bytes(units, self.mix)
         room = self.budget_bytes - mix_peak_bytes(units_with_room(units, self.mix), self.mix, in_flight)
-        if in_flight * (found - planned) > room:
+        lacking = in_flight * (found - planned) - room
+        if lacking > 0:
             self._watch = None
             warnings.warn(
-                f"Rank {trainer.global_rank}: what ActivationCompression makes of a micro-batch takes {found:,} bytes "
-                f"by now, and the plan for budget_bytes={self.budget_bytes} counts on {planned:,}, with room for "
-                f"{room // in_flight:,} more: activations have fewer zeros than in the first steps, or other shapes. "
-                f"Allow {in_flight * (found - planned) - room:,} bytes more, or leave compression out of the plan.",
+                f"Rank {trainer.global_rank} holds {found:,} bytes of a micro-batch for backward, and the plan for "
+                f"budget_bytes={self.budget_bytes} counts on {planned:,}: shapes differ from those of the first "
+                f"{MEASURED_STEPS} steps, or what is compressed has fewer zeros. Allow {lacking:,} bytes more for such "
+                "steps, or begin with the largest.",
                 stacklevel=2,
             )
 
@@ -289,10 +286,7 @@ class MemoryPolicy:
                         segments[place_of[name]] = len(place_of) + number if segment.recomputed else None
             self._recomputation.segments = segments
         choice = MixedChoice(keys, self.units.ways(mix))
-        if self._offload is not None:
-            self._offload.chooses = choice.offloads
-        if self._compression is not None:
-            self._watch, self._num_passes = CodeWatch(self._compression, choice.compresses), keys.num_passes
+        self._watch = StoredWatch(keys, choice, self._offload, self._compression)
 
 
 def _listed(values: dict[str, Any], name: str) -> str:

@@ -253,18 +253,24 @@ class Filling(Net):
         return x.square().mean()
 
 
-def test_codes_that_outgrow_the_plan_are_told_once_with_the_way_out():
-    smallest = 0
-    try:
-        fit(callbacks_of(["compress"], 1), Filling())
-    except ValueError as refusal:
-        smallest = int(re.search(r"Allow (\d+)", str(refusal))[1])
+class Growing(Net):
+    """Its batches do."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(torch.cat([batch] * (1 + batch_idx)), batch_idx)
+
+
+@pytest.mark.parametrize(("model", "names"), [(Filling, ["compress"]), (Growing, ["recompute", "compress"])])
+def test_what_outgrows_the_plan_is_told_once_with_the_way_out(model, names):
+    with pytest.raises(ValueError, match="Allow") as refusal:
+        fit(callbacks_of(names, 1), model())
+    smallest = int(re.search(r"Allow (\d+)", str(refusal.value))[1])
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        fit(callbacks_of(["compress"], smallest), Filling())
-    told = [str(warning.message) for warning in found if "by now" in str(warning.message)]
+        fit(callbacks_of(names, smallest), model())
+    told = [str(warning.message) for warning in found if "of a micro-batch" in str(warning.message)]
     assert len(told) == 1
-    assert re.search(rf"Rank 0: .* budget_bytes={smallest} counts on .* Allow [\d,]+ bytes more", told[0])
+    assert re.search(rf"Rank 0 holds .* budget_bytes={smallest} counts on .* Allow [\d,]+ bytes more", told[0])
 
 
 def test_what_does_not_go_together_is_refused_before_training():

@@ -11,7 +11,9 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from lightning_hybrid.compat import storage_key
 from lightning_hybrid.functional.mixing_plan import Way
+from lightning_hybrid.parallel.memory.compressed import Compressed
 from lightning_hybrid.parallel.memory.compression import Compression
 from lightning_hybrid.parallel.memory.costs import CostMeter
 from lightning_hybrid.parallel.memory.frames import Frame
@@ -177,9 +179,58 @@ class MixedChoice:
         """Whether it goes to host memory if it can."""
         return self.way(tensor) in ("offloaded", None)
 
-    def compresses(self, tensor: Tensor) -> bool:
-        """Whether it is compressed if it can be."""
-        return self.way(tensor) in ("compressed", None)
+
+class StoredWatch:
+    """Counts what passes hold under a plan, whose sizes may be others than in the steps that were measured.
+
+    Args:
+        keys: Tells storages apart.
+        choice: The plan.
+        offload: Moves what the plan does not know; None without offloading, where that is held.
+        compression: Compresses what the plan tells it to; None without compression.
+    """
+
+    def __init__(
+        self, keys: SavedKeys, choice: MixedChoice, offload: Offload | None, compression: Compression | None
+    ) -> None:
+        self._keys, self._choice = keys, choice
+        self._held: tuple[Way | None, ...] = (
+            ("kept", "compressed") if offload is not None else ("kept", "compressed", None)
+        )
+        self._num_bytes, self._num_passes = 0, keys.num_passes
+        self._seen, self._taken = set[int](), set[int]()
+        keys.observer = self
+        if offload is not None:
+            offload.chooses = choice.offloads
+        if compression is not None:
+            compression.chooses, compression.settled = self._compresses, self._settled
+
+    def take(self) -> int:
+        """Bytes that a pass has held between forward and backward, on average of those since the last time."""
+        before, self._num_passes = self._num_passes, self._keys.num_passes
+        found, self._num_bytes = self._num_bytes, 0
+        return found // max(1, self._num_passes - before)
+
+    def saved(self, tensor: Tensor, met: Met) -> None:
+        """See `keys.KeyObserver`."""
+        if id(met) not in self._seen:
+            self._seen.add(id(met))
+            self._num_bytes += met.num_bytes if self._choice.way(tensor) in self._held else 0
+
+    def pass_ended(self, met: list[Met], called: list[str], *, goes_on: bool) -> None:
+        """See `keys.KeyObserver`."""
+        self._seen.clear()
+
+    def _compresses(self, tensor: Tensor) -> bool:
+        way = self._choice.way(tensor)
+        if way in self._held:
+            self._taken.add(storage_key(tensor))
+        return way in ("compressed", None)
+
+    def _settled(self, stored: Compressed) -> None:
+        if stored.key in self._taken:
+            self._taken.remove(stored.key)
+            self._num_bytes += 0 if stored.encoded is None else stored.encoded.num_bytes - stored.num_bytes
 
 
 def seconds_to_copy(device: torch.device) -> float:

@@ -7,7 +7,7 @@ encoded for a trial when the block ends.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -152,30 +152,3 @@ class CodeMeter:
         if self._device.type != "cpu":
             torch.get_device_module(self._device).synchronize(self._device)
         return time.perf_counter()
-
-
-class CodeWatch:
-    """Counts what is compressed in a step under a plan.
-
-    Args:
-        compression: Compresses what it is told to.
-        compresses: Says so of a tensor.
-    """
-
-    def __init__(self, compression: Compression, compresses: Callable[[Tensor], bool]) -> None:
-        self._compresses, self._num_bytes = compresses, 0
-        compression.chooses, compression.settled = self._choose, self._settled
-
-    def take(self) -> int:
-        """Bytes that have been held, since the last time, of what was to be compressed: of codes, or whole."""
-        found, self._num_bytes = self._num_bytes, 0
-        return found
-
-    def _choose(self, tensor: Tensor) -> bool:
-        chosen = self._compresses(tensor)
-        self._num_bytes += tensor.untyped_storage().nbytes() if chosen else 0
-        return chosen
-
-    def _settled(self, stored: Compressed) -> None:
-        if stored.encoded is not None:
-            self._num_bytes += stored.encoded.num_bytes - stored.num_bytes
