@@ -1,7 +1,9 @@
 """One budget over several callbacks: what the plan says is what the ledger counts, and every bit is the same."""
 
+import random
 import re
 import warnings
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +13,16 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_hybrid.callbacks import ActivationCompression, ActivationOffload, ActivationRecompute, MemoryLedger
-from lightning_hybrid.functional.mixing_plan import mix_peak_bytes
+from lightning_hybrid.callbacks import (
+    ActivationCompression,
+    ActivationOffload,
+    ActivationRecompute,
+    MemoryLedger,
+    memory_policy,
+)
+from lightning_hybrid.functional.mixing_plan import Mix, Ways, mix_peak_bytes
 from lightning_hybrid.functional.mixing_room import units_with_room
+from lightning_hybrid.functional.segments import Segment
 from tests.launch import run_trainers
 from tests.memory_models import Bits
 from tests.small import hybrid, trainer_of
@@ -204,6 +213,61 @@ class Repeating(Net):
         for _ in range(3):
             x = self.blocks[1](self.blocks[0](x))
         return torch.tanh(self.outlet(x)).square().mean()
+
+
+def a_mix(units, choose):
+    """A plan by what is chosen of each place in it: whether a block is recomputed, and the way of a tensor."""
+    segments = tuple(Segment(i, i + 1, unit.seconds is not None and choose(i, None)) for i, unit in enumerate(units))
+    ways = []
+    for segment, unit in zip(segments, units, strict=True):
+        found = {
+            part: tuple(choose(segment.start, saved) for saved in getattr(unit, part))
+            for part in ("arguments", "internal", "after")
+        }
+        found["internal"] = tuple("dropped" if segment.recomputed else way for way in found["internal"])
+        is_stored = [segment.recomputed or is_saved for is_saved in unit.is_saved]
+        pairs = zip(found["arguments"], is_stored, strict=True)
+        found["arguments"] = tuple(way if stored else "dropped" for way, stored in pairs)
+        ways.append(Ways(**found))
+    return Mix(segments, tuple(ways))
+
+
+@cache
+def plain_bits(model):
+    return fit([], model(), steps=3)[0]
+
+
+def follow(choose, monkeypatch, model=Net):
+    """What the ledger counts under a plan that is not searched for, and what the plan says of it."""
+    monkeypatch.setattr(memory_policy, "cheapest_mix_with_codes", lambda units, *_: a_mix(units, choose))
+    callbacks = callbacks_of(TECHNIQUES, 10**9)
+    bits, ledger = fit(callbacks, model(), steps=3)
+    assert bits == plain_bits(model)
+    return held(ledger), peak(callbacks[0].joint)
+
+
+def test_a_unit_in_backward_brings_back_what_the_one_before_has_moved_and_nothing_behind_it(monkeypatch):
+    def choose(index, saved):
+        if saved is None:
+            return 2 <= index < Net.depth
+        return "offloaded" if index in (1, Net.depth) and saved.offload_seconds is not None else "kept"
+
+    counted, planned = follow(choose, monkeypatch)
+    assert counted <= planned
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_plan_holds_no_more_than_it_says(seed, monkeypatch):
+    draw = random.Random(seed)
+
+    def choose(index, saved):
+        if saved is None:
+            return draw.random() < 0.5
+        ways = ["kept"] + ["compressed"] * (saved.compressed_bytes is not None)
+        return draw.choice(ways + ["offloaded"] * (saved.offload_seconds is not None))
+
+    counted, planned = follow(choose, monkeypatch, (Net, Shared)[seed % 2])
+    assert counted <= planned
 
 
 @pytest.mark.parametrize("model", [Holding, Shared, Alternating, Repeating])

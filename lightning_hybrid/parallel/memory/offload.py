@@ -108,7 +108,8 @@ class Offload:
         return Group(name, is_block, self._number, before, self._entering, self._emptied)
 
     def _begin_group(self, name: str, *, is_block: bool) -> Group:
-        before = self._group if self._group else self._group.before
+        # a plan counts on the unit just before to come back, and on none behind it that saved nothing
+        before = self._group if self._group or self.chooses is not None else self._group.before
         self._group = self._new_group(name, before, is_block=is_block)
         return self._group
 
