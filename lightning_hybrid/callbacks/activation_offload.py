@@ -36,7 +36,9 @@ class ActivationOffload(MemoryTechnique):
             that name offloads the inputs of convolutional layers.
         budget_bytes: Most bytes that the device is to hold of what `policy` names. The first batch offloads all of it
             and measures; then the plan of `functional.offloading.cheapest_offload` moves the fewest bytes. Each rank
-            makes one for itself. None offloads everything always.
+            makes one for itself. None offloads everything always. With ActivationRecompute or ActivationCompression in
+            the Trainer one plan is made over all of them, of two steps, for all that a rank holds, whichever has the
+            budget.
         blocks: Dotted names of the lists whose elements are the blocks; None finds them as a pipeline does. In a model
             without such lists the children of the module take their place, if `policy` is not "blocks".
         min_bytes: Storages with fewer bytes stay. A mebibyte crosses a bus of 25 GB/s in 40 microseconds, about as long

@@ -50,7 +50,9 @@ class ActivationRecompute(MemoryTechnique):
 
     Args:
         policy: One of these; None is "full", or by the budget if there is one.
-        budget_bytes: Most bytes that blocks of a rank may hold for backward, of all micro-batches in flight.
+        budget_bytes: Most bytes that blocks of a rank may hold for backward, of all micro-batches in flight. With
+            ActivationOffload or ActivationCompression in the Trainer it is for all that a rank holds, and one plan is
+            made over all of them, whichever has the budget.
         blocks: Dotted names of the lists whose elements are recomputed; None finds them.
         keep: Operations whose results "selective" keeps, such as "aten.mm"; None is products, convolutions, attention.
         partition_over_tensor_axis: Each rank of the tensor axis keeps a part of the arguments, in memory set aside for
