@@ -138,7 +138,7 @@ def _too_small(
 ) -> ValueError:
     needed = min(smallest_mix_budget(units, in_flight, starts) for units in choices)
     return ValueError(
-        f"budget_bytes={budget_bytes}: the activations of {len(choices[0])} blocks, with {in_flight} micro-batch(es) "
-        f"in flight, take at least {needed} bytes, whatever is recomputed, moved or compressed. Allow {needed} or "
-        "more, or use smaller micro-batches."
+        f"budget_bytes={budget_bytes}: activations, with {in_flight} micro-batch(es) in flight, take at least {needed} "
+        f"bytes, whatever these callbacks recompute, move or compress. Allow {needed} or more, use smaller "
+        "micro-batches or more of the callbacks, or let ActivationOffload move more with a smaller min_bytes."
     )
