@@ -193,7 +193,7 @@ class ActivationRecompute(MemoryTechnique):
         if wrong:
             raise ValueError(
                 f"budget_bytes={budget_bytes} with ActivationRecompute({wrong}): one plan over several callbacks "
-                "decides which blocks are recomputed, and what becomes of their arguments. Leave it out."
+                f"decides which blocks are recomputed, and what becomes of their arguments. Leave {wrong} out."
             )
 
     def _decide(self, trainer: Trainer, meter: CostMeter) -> None:
