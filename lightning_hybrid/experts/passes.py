@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import FunctionCtx
 
 from lightning_hybrid.compat import in_backward
+from lightning_hybrid.parallel.ledgers.running import variable
 
 
 class Pass(Enum):
@@ -38,7 +39,7 @@ def _in_function() -> bool:
     while frame is not None:
         code = frame.f_code
         if code.co_argcount and code.co_varnames[0] == "ctx":
-            ctx = frame.f_locals.get("ctx")
+            ctx = variable(frame, "ctx")
             if isinstance(ctx, FunctionCtx):
                 return any(ctx.needs_input_grad)  # type: ignore[attr-defined]
         frame = frame.f_back

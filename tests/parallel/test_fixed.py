@@ -1,5 +1,6 @@
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_hybrid.parallel.ledgers.fixed import FixedStorages
 from lightning_hybrid.parallel.ledgers.running import RunningModules
@@ -59,3 +60,21 @@ def test_modules_run_also_where_their_forward_is_called_directly():
     assert net.seen == [[net.block[0], net.block, net]]
     assert net.running.now() == []
     assert net.running.names[id(net.block[0])] == "block.0"
+
+
+def test_nothing_lives_on_because_somebody_has_looked_at_what_runs():
+    class Loop(nn.Module):
+        def forward(self, x):
+            for _ in range(3):
+                x = x + 1
+                storage = StorageWeakRef(x.untyped_storage())
+                self.running.now()
+                x = x + 1
+                self.expired.append(storage.expired())
+            return x
+
+    net = Loop()
+    net.running, net.expired = RunningModules(net), []
+    net.running.update()
+    net(torch.ones(1))
+    assert net.expired == [True] * 3

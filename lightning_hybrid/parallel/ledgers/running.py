@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import inspect
-from typing import cast
+from types import FrameType
+from typing import Any, cast
 
 from torch import nn
 
 MODULE_CALL = nn.Module.__call__.__code__
+
+
+def variable(frame: FrameType, name: str) -> Any:
+    """A variable of a function that runs; None if it has none of that name.
+
+    Before Python 3.13 a frame keeps what `f_locals` has shown until it is asked again: tensors that the function has
+    let go of would live on because somebody has looked.
+    """
+    shown = frame.f_locals
+    value = shown.get(name)
+    if isinstance(shown, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # a copy, and no module's namespace
+        shown.clear()
+    return value
 
 
 class RunningModules:
@@ -39,7 +53,7 @@ class RunningModules:
         frame = inspect.currentframe()
         while frame is not None:
             if frame.f_code in self._codes:
-                called = frame.f_locals.get(frame.f_code.co_varnames[0])
+                called = variable(frame, frame.f_code.co_varnames[0])
                 if id(called) in self.names and (not running or running[-1] is not called):
                     running.append(cast(nn.Module, called))
             frame = frame.f_back

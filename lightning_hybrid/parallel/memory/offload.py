@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.compat import in_backward, storage_key, version
 from lightning_hybrid.parallel.ledgers.fixed import FixedStorages
-from lightning_hybrid.parallel.ledgers.running import MODULE_CALL
+from lightning_hybrid.parallel.ledgers.running import MODULE_CALL, variable
 from lightning_hybrid.parallel.memory import passes
 from lightning_hybrid.parallel.memory.calls import Order, surround
 from lightning_hybrid.parallel.memory.hooks import ChainedHooks, Packed
@@ -188,4 +188,4 @@ def _in_convolution() -> bool:
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not MODULE_CALL:
         frame = frame.f_back
-    return frame is not None and isinstance(frame.f_locals["self"], CONVOLUTIONS)
+    return frame is not None and isinstance(variable(frame, "self"), CONVOLUTIONS)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.compat import MAX_POOL
 from lightning_hybrid.functional.pool_codecs import Window
-from lightning_hybrid.parallel.ledgers.running import MODULE_CALL
+from lightning_hybrid.parallel.ledgers.running import MODULE_CALL, variable
 from lightning_hybrid.parallel.memory.hooks import ChainedHooks
 from lightning_hybrid.parallel.memory.inputs import Arguments
 
@@ -70,7 +70,7 @@ def saver_of(tensor: Tensor) -> Saver:
         if kind == "other" and _needs_exact(frame):
             kind = "exact"
         frame = frame.f_back
-    module: nn.Module | None = None if frame is None else frame.f_locals["self"]
+    module: nn.Module | None = None if frame is None else variable(frame, "self")
     if kind == "other" and (module is None or any(base.__module__ == _OF_LOSSES for base in type(module).__mro__)):
         kind = "exact"
     return Saver(kind, module, window)
@@ -85,13 +85,13 @@ def _role(frame: FrameType | None, tensor: Tensor) -> tuple[Kind, Window | None]
     """What the innermost function of Python does, whose own operations save."""
     if frame is not None and frame.f_code is _RELU:
         return "relu", None
-    if frame is not None and frame.f_code in _NORMS and tensor.numel() < frame.f_locals["input"].numel():
+    if frame is not None and frame.f_code in _NORMS and tensor.numel() < variable(frame, "input").numel():
         return "exact", None
     if frame is None or frame.f_code not in _POOLS:
         return "other", None
     if tensor.dtype is not torch.int64:
         return "pool", None
-    given = frame.f_locals
+    given = {name: variable(frame, name) for name in ("kernel_size", "stride", "padding", "dilation", "input")}
     kernel = _pair(given["kernel_size"])
     stride = given["stride"]
     is_kernel = stride is None or (isinstance(stride, Sequence) and not stride)

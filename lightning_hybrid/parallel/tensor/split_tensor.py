@@ -22,6 +22,7 @@ from typing_extensions import override
 from lightning_hybrid.compat import without_torch_function
 from lightning_hybrid.functional.splits import Split
 from lightning_hybrid.functional.trees import leaves_of, map_leaves
+from lightning_hybrid.parallel.ledgers.running import variable
 from lightning_hybrid.parallel.tensor.axis import TensorAxis, count_once, gather
 
 Rule = Callable[..., Any]
@@ -282,7 +283,7 @@ def _place() -> tuple[str, str, int]:
     """The innermost module of the user's whose forward is under way, and the file and line that it is at."""
     frame = inspect.currentframe()
     while frame is not None:
-        owner = frame.f_locals.get("self")
+        owner = variable(frame, "self")
         if isinstance(owner, nn.Module) and frame.f_code.co_name not in ("_call_impl", "_wrapped_call_impl", "call"):
             return type(owner).__name__, frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
