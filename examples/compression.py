@@ -1,5 +1,6 @@
 """What a convolutional network saves for backward, as it is and compressed: `python -m examples.compression [NAME]`."""
 
+import logging
 import sys
 import time
 from contextlib import redirect_stdout
@@ -10,15 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from rich.console import Console
-from rich.table import Table
 from torch.utils.data import DataLoader
 
 from examples.networks import NETWORKS, Network, pictures
 from lightning_hybrid.callbacks import ActivationCompression, MemoryLedger
 from lightning_hybrid.functional.compressing import sum_layers
 
-BATCH, STEPS, TESTED = 16, 100, 256
+BATCH, STEPS, TESTED, WIDTH = 16, 60, 256, 14
 RUNS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "lossless": {},
@@ -63,11 +62,10 @@ def train(network: str, run: str, max_steps: int, folder: str) -> Outcome:
     """Train one network with the settings of a run, and draw what its layers save."""
     seed_everything(0, verbose=False)
     module, ledger, steps = NETWORKS[network](), MemoryLedger(depth=2), Steps()
-    settings, picture = RUNS[run], str(Path(folder, f"{network}, {run}.png"))
+    settings, picture = RUNS[run], str(Path(folder, f"{network} {run}.png".replace(", ", "-").replace(" ", "-")))
     compression = None if settings is None else ActivationCompression(**settings, picture=picture)
     callbacks = [steps, ledger, *([] if compression is None else [compression])]
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    print(f"training {network} for {max_steps} steps: {run}", flush=True)
     trainer = Trainer(accelerator="cpu", devices=1, callbacks=callbacks, max_steps=max_steps, max_epochs=-1, **quiet)
     with redirect_stdout(StringIO()):  # the callbacks' own tables
         trainer.fit(module, DataLoader(pictures(BATCH * max_steps, module.size), BATCH))
@@ -77,29 +75,30 @@ def train(network: str, run: str, max_steps: int, folder: str) -> Outcome:
 
 
 def main(network: str = "NiN", folder: str = "compression", max_steps: int = STEPS) -> dict[str, Outcome]:
-    """Train a network once in each way, and print a table."""
+    """Train a network once in each way, and print a row of a table for each."""
     if network not in NETWORKS:
         raise SystemExit(f"{network!r} is none of {', '.join(NETWORKS)}.")
-    outcomes = {run: train(network, run, max_steps, folder) for run in RUNS}
-    plain = outcomes["plain"]
-    table = Table(title=f"{network}, step {max_steps}, {BATCH} pictures: KiB that are saved for backward")
-    for column in ("compression", "saved", "smaller", "most at once", "accuracy", "time of a step", "same bits"):
-        table.add_column(column, justify="left" if column == "compression" else "right")
-    for run, outcome in outcomes.items():
-        same = all(torch.equal(plain.weights[key], weight) for key, weight in outcome.weights.items())
-        numbers = f"{outcome.saved / 1024:,.0f}", f"{plain.saved / outcome.saved:.2f} x", f"{outcome.most / 1024:,.0f}"
-        table.add_row(
+    columns = ("compression", "KiB saved", "smaller", "most at once", "accuracy", "time of a step", "same bits")
+    print(f"{network}, {max_steps} steps of {BATCH} pictures: what the last one saves for backward", flush=True)
+    print(*(f"{column:>{WIDTH}}" for column in columns))
+    outcomes: dict[str, Outcome] = {}
+    for run in RUNS:
+        found = outcomes[run] = train(network, run, max_steps, folder)
+        plain = outcomes["plain"]
+        same = all(torch.equal(plain.weights[key], weight) for key, weight in found.weights.items())
+        numbers = f"{found.saved / 1024:,.0f}", f"{plain.saved / found.saved:.2f} x", f"{found.most / 1024:,.0f}"
+        row = (
             run,
             *numbers,
-            f"{outcome.accuracy:.1%}",
-            f"{outcome.seconds / plain.seconds:.2f} x",
+            f"{found.accuracy:.1%}",
+            f"{found.seconds / plain.seconds:.2f} x",
             "yes" if same else "no",
         )
-    console = Console()
-    console.print(table) if console.is_terminal else Console(width=120).print(table)
-    console.print(f"Pictures of what layers save are in the folder {folder}/.")
+        print(*(f"{cell:>{WIDTH}}" for cell in row), flush=True)
+    print(f"Pictures of what layers save are in the folder {folder}/. Times are rough on a busy machine.")
     return outcomes
 
 
 if __name__ == "__main__":
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     main(*sys.argv[1:3])

@@ -18,7 +18,7 @@ from lightning_hybrid.callbacks.pictures import Picture, picture_path, write_pic
 from lightning_hybrid.callbacks.reports import show
 from lightning_hybrid.functional.compressing import (
     COMPRESSION_COLUMNS,
-    KEPT,
+    RAW,
     LayerBytes,
     compression_rows,
     group_layers,
@@ -138,7 +138,7 @@ class ActivationCompression(MemoryTechnique):
         assert self._compression is not None
         self._compression.stop()
         self.layers = self._compression.layers
-        has_codes = any(set(layer.after) - {KEPT} for layer in self.layers.values())
+        has_codes = any(set(layer.after) - {RAW} for layer in self.layers.values())
         if self.joint is None and not has_codes and not self._has_warned:
             self._has_warned = True
             before = sum(layer.before for layer in self.layers.values())
@@ -160,14 +160,18 @@ class ActivationCompression(MemoryTechnique):
         super().on_fit_end(trainer, pl_module)
         self._close()
         show(trainer, self.table())
-        if self._path and trainer.is_global_zero and self.layers:
-            draw = partial(compression_png, self.layers, title=f"saved activations of step {trainer.global_step}")
-            write_picture(self._path, draw, type(self).__name__)
+        self._draw(trainer)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
         self._close()
+        self._draw(trainer)
+
+    def _draw(self, trainer: Trainer) -> None:
+        if self._path and trainer.is_global_zero and self.layers:
+            draw = partial(compression_png, self.layers, title=f"saved activations of step {trainer.global_step}")
+            write_picture(self._path, draw, type(self).__name__)
 
     @property
     @override

@@ -14,9 +14,8 @@ from typing_extensions import override
 from lightning_hybrid.callbacks.arguments import check_whole
 from lightning_hybrid.callbacks.blocks import choose_blocks
 from lightning_hybrid.callbacks.memory_policy import MemoryTechnique
-from lightning_hybrid.callbacks.reports import show
+from lightning_hybrid.callbacks.reports import fail_together, show
 from lightning_hybrid.functional.offloading import cheapest_offload
-from lightning_hybrid.parallel.ledgers.traffic import over_ranks
 from lightning_hybrid.parallel.memory.offload import CONVOLUTIONS, Offload, Policy
 
 MIN_BYTES = 2**20
@@ -177,9 +176,7 @@ class ActivationOffload(MemoryTechnique):
             self.plan = offload.plan = {name: moves for unit, moves in chosen for name in unit}
         except ValueError as found:
             error = str(found)
-        for rank, text in enumerate(over_ranks(error)):
-            if text:
-                raise ValueError(f"ActivationOffload, rank {rank}: {text}")
+        fail_together(error and f"ActivationOffload: {error}")
 
     def _close(self) -> None:
         if self._offload is not None:

@@ -14,7 +14,7 @@ from lightning_hybrid.callbacks.activation_offload import ActivationOffload
 from lightning_hybrid.callbacks.arguments import check_whole
 from lightning_hybrid.callbacks.blocks import choose_blocks, first_blocks
 from lightning_hybrid.callbacks.memory_policy import MemoryTechnique
-from lightning_hybrid.callbacks.reports import show
+from lightning_hybrid.callbacks.reports import fail_together, show
 from lightning_hybrid.functional.recomputation import cheapest_segments, square_root_segments
 from lightning_hybrid.functional.segments import PLAN_COLUMNS, BlockCost, Segment, plan_rows
 from lightning_hybrid.parallel.ledgers.traffic import over_ranks
@@ -217,9 +217,7 @@ class ActivationRecompute(MemoryTechnique):
                 self.plan = cheapest_segments(costs, self.budget_bytes, self._in_flight, starts)
         except ValueError as failure:
             error = str(failure)
-        errors = [f"Rank {rank}: {text}" for rank, text in enumerate(over_ranks(error)) if text]
-        if errors:
-            raise ValueError(" ".join(errors))
+        fail_together(error)
         self._apply(names)
         show(trainer, self.table())
 

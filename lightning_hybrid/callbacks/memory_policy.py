@@ -12,7 +12,7 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_hybrid.callbacks.blocks import choose_groups, first_blocks
-from lightning_hybrid.callbacks.reports import is_logging_step, log_bytes, show
+from lightning_hybrid.callbacks.reports import fail_together, is_logging_step, log_bytes, show
 from lightning_hybrid.functional.mixing_plan import (
     MIX_COLUMNS,
     Mix,
@@ -256,9 +256,7 @@ class MemoryPolicy:
             self.mix = cheapest_mix_with_room(self.units.units, self.budget_bytes, self.measured.in_flight, starts)
         except ValueError as failure:
             error = str(failure)
-        errors = [f"Rank {rank}: {text}" for rank, text in enumerate(over_ranks(error)) if text]
-        if errors:
-            raise ValueError(" ".join(errors))
+        fail_together(error)
         assert self.mix is not None
         assert self._keys is not None
         self._apply(self.mix, self._keys)

@@ -9,8 +9,8 @@ from lightning_hybrid.functional.memory import sum_by_module
 from lightning_hybrid.functional.timeline import OUTSIDE, group_modules
 
 COMPRESSION_COLUMNS = ("layer", "bytes before", "bytes after", "ratio", "how")
-KEPT = "kept"
-CODES = (KEPT, "bits", "argmax", "sparse", "fp16", "fp10", "fp8", "shape")
+RAW = "raw"
+CODES = (RAW, "bits", "argmax", "sparse", "fp16", "fp10", "fp8", "shape")
 """How a storage may lie, in the order of tables and pictures; also several words, such as "sparse fp8"."""
 
 
@@ -20,7 +20,7 @@ class LayerBytes:
 
     Attributes:
         before: Of its storages as autograd saves them.
-        after: Of what is held instead, by how it lies: words of `CODES`. "kept" is what is not compressed.
+        after: Of what is held instead, by how it lies: words of `CODES`. "raw" is what is not compressed.
     """
 
     before: int

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _BEFORE, _REST = "#dddddd", "#d55e00"
 _COLORS = {  # from a palette for the colour-blind
-    "kept": "#777777",
+    "raw": "#777777",
     "bits": "#009e73",
     "argmax": "#f0e442",
     "sparse": "#e69f00",
@@ -79,7 +79,7 @@ def _bars(axes: Any, rows: list[LayerBytes]) -> None:
             starts = [start + width for start, width in zip(starts, widths, strict=True)]
     for place, row, end in zip(places, rows, longest, strict=True):
         axes.annotate(row.ratio, (end / size, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
-    axes.set(xlim=(0, max(longest) / size * 1.1), ylim=(len(rows) - 0.5, -0.5), xlabel=f"held for backward [{unit}]")
+    axes.set(xlim=(0, max(longest) / size * 1.1), ylim=(len(rows) - 0.5, -0.5), xlabel=f"saved for backward [{unit}]")
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -133,20 +133,20 @@ def test_a_model_without_anything_to_compress_is_told():
         fit(ActivationCompression(min_bytes=0), module=Plain())
 
 
-def test_a_fit_after_an_error_starts_anew():
+def test_a_fit_after_an_error_starts_anew(tmp_path):
     class Fails(Net):
         fails = True
 
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
-            if self.fails:
+            if self.fails and batch_idx:
                 raise RuntimeError("in the middle of a step")
             return loss
 
-    compression, module = ActivationCompression(min_bytes=0), Fails()
+    compression, module = ActivationCompression(min_bytes=0, picture=str(tmp_path)), Fails()
     with pytest.raises(RuntimeError, match="in the middle"):
         fit(compression, module=module)
-    Fails.fails = False
-    module.train()
+    assert (tmp_path / "compression.png").exists()  # of the batch before
+    Fails.fails, module = False, Fails()
     found = fit(compression, module=module)
     assert all(torch.equal(a, b) for a, b in zip(fit().parameters(), found.parameters(), strict=True))

@@ -177,7 +177,7 @@ def test_each_rank_has_a_plan_and_a_budget_too_small_for_one_ends_all(results, c
         assert equal
         assert plan.keys() == sizes.keys()
         assert set(plan.values()) == {False, True}
-        assert error.startswith("ActivationOffload, rank 0: budget_bytes=20000")
+        assert error.startswith("Rank 0: ActivationOffload: budget_bytes=20000")
         assert "Allow 36160 or more" in error
     assert list(first[1]) == ["(before blocks)", "blocks.0"]
     assert list(second[1]) == ["blocks.1", "blocks.2", "blocks.3", "(after blocks.3)"]

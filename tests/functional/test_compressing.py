@@ -13,9 +13,9 @@ from lightning_hybrid.functional.timeline import OUTSIDE
 
 LAYERS = {
     "relu": LayerBytes(3200, {"bits": 100}),
-    "pool": LayerBytes(1024, {"shape": 0, "argmax": 32, "kept": 224}),
+    "pool": LayerBytes(1024, {"shape": 0, "argmax": 32, "raw": 224}),
     "head": LayerBytes(500, {}),
-    "": LayerBytes(80, {"kept": 80}),
+    "": LayerBytes(80, {"raw": 80}),
 }
 
 
@@ -23,10 +23,10 @@ def test_rows_say_what_became_of_each_layer_and_of_all():
     rows = compression_rows(LAYERS)
     assert rows == [
         ("relu", "3,200", "100", "32.0x", "bits"),
-        ("pool", "1,024", "256", "4.0x", "kept 224, argmax 32, shape 0"),
+        ("pool", "1,024", "256", "4.0x", "raw 224, argmax 32, shape 0"),
         ("head", "500", "0", "nothing left", ""),
-        (OUTSIDE, "80", "80", "1.0x", "kept"),
-        ("all", "4,804", "436", "11.0x", "kept 304, bits 100, argmax 32, shape 0"),
+        (OUTSIDE, "80", "80", "1.0x", "raw"),
+        ("all", "4,804", "436", "11.0x", "raw 304, bits 100, argmax 32, shape 0"),
     ]
     assert {len(row) for row in rows} == {len(COMPRESSION_COLUMNS)}
     assert LayerBytes(25_600, {"sparse": 200}).ratio == "128x"
@@ -34,9 +34,9 @@ def test_rows_say_what_became_of_each_layer_and_of_all():
 
 
 def test_codes_stand_by_their_last_word():
-    codes = ["of another kind", "sparse fp8", "fp8", "sparse fp16", "kept", "fp16", "bits", "sparse"]
+    codes = ["of another kind", "sparse fp8", "fp8", "sparse fp16", "raw", "fp16", "bits", "sparse"]
     assert sorted(codes, key=order_of_code) == [
-        *("kept", "bits", "sparse", "fp16", "sparse fp16", "fp8", "sparse fp8", "of another kind"),
+        *("raw", "bits", "sparse", "fp16", "sparse fp16", "fp8", "sparse fp8", "of another kind"),
     ]
 
 
@@ -47,8 +47,8 @@ def test_few_layers_are_their_own_groups_and_those_that_save_nothing_are_none():
 
 def test_of_many_layers_there_are_as_many_groups_as_names_allow():
     parts = [f"layers.{i}.{part}.{kind}" for i in range(24) for part in ("attn", "mlp") for kind in ("drop", "act")]
-    layers = {"embed": LayerBytes(7, {"kept": 7}), **dict.fromkeys(parts, LayerBytes(10, {"bits": 1, "kept": 2}))}
-    blocks = {f"layers.{i}": LayerBytes(40, {"bits": 4, "kept": 8}) for i in range(24)}
+    layers = {"embed": LayerBytes(7, {"raw": 7}), **dict.fromkeys(parts, LayerBytes(10, {"bits": 1, "raw": 2}))}
+    blocks = {f"layers.{i}": LayerBytes(40, {"bits": 4, "raw": 8}) for i in range(24)}
     assert group_layers(layers) == {"embed": layers["embed"], **blocks}
     assert list(group_layers(dict.fromkeys(map(str, range(80)), LayerBytes(10, {"bits": 1}))).items())[:2] == [
         ("0 ... 1", LayerBytes(20, {"bits": 2})),

@@ -10,7 +10,7 @@ from lightning_hybrid.functional.compression_drawing import compression_figure, 
 KIB = 1024
 LAYERS = {
     "relu": LayerBytes(32 * KIB, {"bits": KIB}),
-    "conv": LayerBytes(16 * KIB, {"kept": 2 * KIB, "sparse fp8": KIB, "fp8": 5 * KIB}),
+    "conv": LayerBytes(16 * KIB, {"raw": 2 * KIB, "sparse fp8": KIB, "fp8": 5 * KIB}),
     "pool": LayerBytes(4 * KIB, {"shape": 0}),
 }
 
@@ -28,11 +28,11 @@ def test_bytes_after_are_stacked_below_those_before_and_ratios_stand_at_the_ends
     figure = compression_figure(LAYERS, "saved activations of step 12")
     (axes,) = figure.axes
     assert axes.get_title() == "saved activations of step 12: 52.0 KiB to 9.0 KiB, 5.8x smaller"
-    assert axes.get_xlabel() == "held for backward [KiB]"
+    assert axes.get_xlabel() == "saved for backward [KiB]"
     assert labels(axes) == ["relu", "conv", "pool"]
     assert bars(axes) == {
         "before": [(0, 32), (0, 16), (0, 4)],
-        "kept": [(0, 0), (0, 2), (0, 0)],
+        "raw": [(0, 0), (0, 2), (0, 0)],
         "bits": [(0, 1), (2, 0), (0, 0)],
         "fp8": [(1, 0), (2, 5), (0, 0)],
         "sparse fp8": [(1, 0), (7, 1), (0, 0)],
@@ -49,7 +49,7 @@ def test_bytes_after_are_stacked_below_those_before_and_ratios_stand_at_the_ends
 
 
 def test_what_has_not_become_smaller_is_not_said_to():
-    kept = {"a": LayerBytes(100, {"kept": 100})}
+    kept = {"a": LayerBytes(100, {"raw": 100})}
     assert compression_figure(kept).axes[0].get_title() == "saved activations: 100 B to 100 B"
 
 

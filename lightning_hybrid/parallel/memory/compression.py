@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_hybrid.compat import in_backward, storage_key, version
-from lightning_hybrid.functional.compressing import KEPT, LayerBytes
+from lightning_hybrid.functional.compressing import RAW, LayerBytes
 from lightning_hybrid.parallel.ledgers.fixed import FixedStorages
 from lightning_hybrid.parallel.memory import passes
 from lightning_hybrid.parallel.memory.casts import is_cast
@@ -101,7 +101,7 @@ class Compression:
         if stored is not None:
             return stored.save(saver, Geometry.of(tensor))
         self._left[storage_key(tensor), version(tensor)] = StorageWeakRef(tensor.untyped_storage())
-        self._count(module, KEPT, tensor.untyped_storage().nbytes())
+        self._count(module, RAW, tensor.untyped_storage().nbytes())
         return None
 
     def _is_left(self, tensor: Tensor) -> bool:
@@ -151,7 +151,7 @@ class Compression:
 
     def _forget(self, key: tuple[int, int], stored: Compressed) -> None:
         if not stored.is_settled:  # its backward pass came at once
-            self._count(stored.module, KEPT, stored.num_bytes)
+            self._count(stored.module, RAW, stored.num_bytes)
         self._table[key].remove(stored)
         if not self._table[key]:
             del self._table[key]
@@ -166,7 +166,7 @@ class Compression:
                 if stored.is_closed:
                     continue
                 encoded = stored.encoded
-                code, after = (KEPT, None) if encoded is None else (encoded.code, encoded.num_bytes)
+                code, after = (RAW, None) if encoded is None else (encoded.code, encoded.num_bytes)
                 self._count(stored.module, code, stored.num_bytes, after)
                 self.settled(stored)
             elif not stored.is_closed:

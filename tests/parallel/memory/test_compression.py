@@ -88,7 +88,7 @@ NETS = {
     "skip": (Of(skip, **PARTS), {"": ["argmax", "sparse"]}),
     "branches": (Of(branches, **PARTS), {"": ["argmax", "sparse"]}),
     "dropout": (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.8), nn.Linear(8, 8)), {"1": ["sparse"], "2": ["sparse"]}),
-    "dense": (nn.Sequential(convolution(), nn.Tanh(), convolution(4)), {"1": ["kept"]}),
+    "dense": (nn.Sequential(convolution(), nn.Tanh(), convolution(4)), {"1": ["raw"]}),
     "negative": (nn.Sequential(convolution(), Of(lambda self, x: -x.abs()), nn.ReLU(), nn.MaxPool2d(2)), {}),
 }
 
@@ -161,7 +161,7 @@ def test_a_storage_is_encoded_once_and_decoded_once_for_all_its_readers(monkeypa
     monkeypatch.setattr(encoding.codecs, "decode_sparse", lambda rows: decoded.append(rows) or plain(rows))
     model = Of(branches, **PARTS)
     _, codes = gradients(model, torch.randn(2, 3, 8, 8))
-    assert codes[""] == ["argmax", "kept", "sparse"]  # what the caller saves is kept
+    assert codes[""] == ["argmax", "raw", "sparse"]  # what the caller saves is kept
     assert len(decoded) == 1  # of the ReLU itself, two convolutions and the pool
 
 
@@ -185,7 +185,7 @@ def test_what_a_user_holds_stays_whole():
     model, held = nn.Sequential(convolution(), nn.ReLU(), Of(lambda self, x: held.append(x) or x), nn.MaxPool2d(2)), []
     with compressed(model) as compression:
         model(torch.randn(2, 3, 8, 8)).sum().backward()
-    assert compression.layers["1"].after == {"kept": 2 * 4 * 64 * 4}
+    assert compression.layers["1"].after == {"raw": 2 * 4 * 64 * 4}
 
 
 def test_what_a_loop_holds_takes_no_more_time_for_each_turn_and_is_encoded_when_it_lets_go(monkeypatch):
@@ -238,7 +238,7 @@ def test_probes_small_storages_and_validation_are_left_alone():
     model = nn.Sequential(convolution(), nn.ReLU(), nn.MaxPool2d(2))
     with compressed(model, min_bytes=2**20) as compression:
         model(torch.randn(2, 3, 8, 8)).sum().backward()
-    assert {code for layer in compression.layers.values() for code in layer.after} == {"kept"}
+    assert {code for layer in compression.layers.values() for code in layer.after} == {"raw"}
     with compressed(model) as compression:
         passes.begin_pass(trained=False)
         model(torch.randn(2, 3, 8, 8)).sum().backward()
@@ -291,7 +291,7 @@ def test_a_tensor_with_a_number_that_the_format_has_not_stays_as_it_is(lossy, nu
     model, x = nn.Sequential(nn.Linear(8, 8), Of(lambda self, x: x * 1), nn.Linear(8, 8)), torch.randn(4, 8)
     model[0].bias.data[3] = number
     found, codes = gradients(model, x, lossy=lossy)
-    assert codes["2"] == ["kept"]
+    assert codes["2"] == ["raw"]
     expected = gradients(model, x, on=False)[0]
     assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(found, expected, strict=True))
 
@@ -325,7 +325,7 @@ def test_a_graph_that_is_collected_while_its_tensors_are_encoded_leaves_nothing(
         kept[:] = [kept[0].grad_fn]
     assert not counted
     assert not compression._table
-    assert {code for layer in compression.layers.values() for code in layer.after} <= {"bits", "kept"}
+    assert {code for layer in compression.layers.values() for code in layer.after} <= {"bits", "raw"}
 
 
 def test_a_plan_may_say_no():
@@ -333,5 +333,5 @@ def test_a_plan_may_say_no():
     with compressed(model) as compression:
         compression.chooses = lambda tensor: tensor.dtype is torch.int64
         model(torch.randn(2, 3, 8, 8)).sum().backward()
-    assert compression.layers["1"].after == {"kept": 2 * 4 * 64 * 4}
+    assert compression.layers["1"].after == {"raw": 2 * 4 * 64 * 4}
     assert compression.layers["2"].after == {"argmax": 2 * 4 * 16 // 2}
