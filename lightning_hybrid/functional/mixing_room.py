@@ -101,13 +101,15 @@ def _visits(unit: int, saved: Saved, way: Way, segment: Segment) -> bool:
 
 def _most_room(units: Sequence[Unit], starts: Collection[int]) -> list[int]:
     """Of each unit the most room that any segment may need that ends with it."""
-    most, code, visitors = list[int](), 0, list[tuple[int, Saved]]()
+    most, code, begin = list[int](), 0, 0
+    visitors = [(place, s) for place, unit in enumerate(units) for s in _saved(unit) if s.later and _may_leave(s)]
     for index, unit in enumerate(units):
-        is_start = index in starts or unit.seconds is None or index == 0 or units[index - 1].seconds is None
-        own = max((s.compressed_bytes or 0 for s in _saved(unit)), default=0)
-        code = own if is_start else max(code, own)
-        visitors += [(index, s) for s in _saved(unit) if s.later and _may_leave(s)]
-        most.append(code + sum(s.num_bytes for place, s in visitors if place < index))
+        if index in starts or unit.seconds is None or index == 0 or units[index - 1].seconds is None:
+            code, begin = 0, index
+        code = max([code, *(s.compressed_bytes or 0 for s in _saved(unit))])
+        readers = {*range(begin - 1, index + 1)}  # what moves comes one unit early
+        read = [s.num_bytes for place, s in visitors if place < index and not readers.isdisjoint(s.later)]
+        most.append(code + sum(read))
     return most
 
 
