@@ -257,6 +257,9 @@ class MemoryPolicy:
         except ValueError as failure:
             error = str(failure)
         fail_together(error)
+        # the search calculates with floats, of which processors of several kinds may make different plans
+        plans = over_ranks((self.units, self.mix))
+        self.mix = next(mix for units, mix in plans if units == self.units)
         assert self.mix is not None
         assert self._keys is not None
         self._apply(self.mix, self._keys)

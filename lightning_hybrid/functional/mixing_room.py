@@ -141,7 +141,6 @@ def _too_small(
     needed = min(smallest_mix_budget(units, in_flight, starts) for units in choices)
     return ValueError(
         f"budget_bytes={budget_bytes}: no plan is found that keeps to it, with {in_flight} micro-batch(es) in flight; "
-        f"one is for {needed} bytes. Allow {needed} or "
-        "more, use smaller micro-batches or more of the callbacks, or let ActivationOffload move more with a smaller "
-        "min_bytes."
+        f"the smallest takes {needed} bytes. Allow {needed} or more, use smaller micro-batches or "
+        "more of the callbacks, or let ActivationOffload move more with a smaller min_bytes."
     )

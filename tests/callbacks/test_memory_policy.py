@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import nn
@@ -21,7 +22,7 @@ from lightning_hybrid.callbacks import (
     memory_policy,
 )
 from lightning_hybrid.functional.mixing_plan import Mix, Ways, mix_peak_bytes
-from lightning_hybrid.functional.mixing_room import units_with_room
+from lightning_hybrid.functional.mixing_room import cheapest_mix_with_room, units_with_room
 from lightning_hybrid.functional.segments import Segment
 from tests.launch import run_trainers
 from tests.memory_models import Bits
@@ -133,6 +134,10 @@ def test_pairs_and_compression_alone_keep_to_their_budgets(names):
         assert held(ledger) <= peak(callbacks[0].joint) <= budget < held(plain)
 
 
+def plan_with_twice_the_budget(units, budget_bytes, *others):
+    return cheapest_mix_with_room(units, 2 * budget_bytes, *others)
+
+
 def on_two_ranks():
     """By strategy, what a test needs to know of this rank."""
     found = {}
@@ -140,7 +145,10 @@ def on_two_ranks():
         expected, _ = fit([], strategy=strategy(), steps=6)
         mixed = least(list(TECHNIQUES), strategy())
         callbacks = callbacks_of(TECHNIQUES, mixed)
-        bits, ledger = fit(callbacks, strategy=strategy(), steps=6)
+        with pytest.MonkeyPatch.context() as patch:
+            if name == "ddp" and dist.get_rank():  # a replica that would make another plan
+                patch.setattr(memory_policy, "cheapest_mix_with_room", plan_with_twice_the_budget)
+            bits, ledger = fit(callbacks, strategy=strategy(), steps=6)
         policy = callbacks[0].joint
         segments = [policy.units.names[s.start : s.stop] for s in policy.mix.segments if s.recomputed]
         sizes = [held(ledger), peak(policy), mixed]
