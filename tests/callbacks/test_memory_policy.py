@@ -29,8 +29,7 @@ from tests.memory_models import Bits
 from tests.small import hybrid, trainer_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
-WIDTH, BATCH = 16, 8
-ROW = BATCH * WIDTH * 4  # bytes of what most layers get or give
+WIDTH, BATCH = 16, 64  # of so many elements the share of zeros changes little from step to step
 TECHNIQUES = {
     "recompute": lambda budget: ActivationRecompute(budget_bytes=budget),
     "offload": lambda budget: ActivationOffload(budget_bytes=budget, min_bytes=0),
@@ -336,7 +335,7 @@ def test_lossy_codes_and_what_hooks_log():
             super().on_train_batch_end(trainer, *args)
             logged.append({k: v.item() for k, v in trainer.callback_metrics.items() if k.startswith("memory_policy/")})
 
-    budget = 24_000
+    budget = 192_000
     callbacks = [ActivationCompression(lossy="fp8", budget_bytes=budget, min_bytes=0), ActivationRecompute()]
     ledger = Logger()
     trainer = trainer_of(callbacks=[*callbacks, ledger], limit_val_batches=0, log_every_n_steps=1)
