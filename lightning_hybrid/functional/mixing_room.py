@@ -78,8 +78,38 @@ def cheapest_mix_with_room(
         found.append(cheapest_mix(plain, budget_bytes, in_flight, starts))
     except ValueError:
         if not found:
-            raise _too_small([_with_room(units, most), plain], budget_bytes, in_flight, starts) from None
+            found.append(_smallest(units, most, plain, budget_bytes, in_flight, starts))
     return min(found, key=lambda mix: mix_seconds(units, mix))
+
+
+def _smallest(
+    units: Sequence[Unit],
+    most: list[int],
+    plain: Sequence[Unit],
+    budget_bytes: int,
+    in_flight: int,
+    starts: Collection[int],
+) -> Mix:
+    """The plan with the lowest peak that is found, if that keeps to the budget."""
+
+    def plan(choices: Sequence[Unit]) -> Mix:
+        return cheapest_mix(choices, smallest_mix_budget(choices, in_flight, starts), in_flight, starts)
+
+    def peak(mix: Mix) -> int:
+        return mix_peak_bytes(units_with_room(units, mix), mix, in_flight)
+
+    found, room = [plan(plain), plan(_with_room(units, most))], [0] * len(units)
+    for _ in range(MOST_PLANS):
+        found.append(plan(_with_room(units, room)))
+        real = units_with_room(units, found[-1])
+        needed = [after.beside - before.beside for after, before in zip(real, units, strict=True)]
+        if all(more <= there for more, there in zip(needed, room, strict=True)):
+            break
+        room = [max(pair) for pair in zip(room, needed, strict=True)]
+    best = min(found, key=peak)
+    if peak(best) > budget_bytes:
+        raise _too_small(peak(best), budget_bytes, in_flight)
+    return best
 
 
 def _chosen(units: Sequence[Unit], mix: Mix) -> list[tuple[int, Saved, Way]]:
@@ -135,10 +165,7 @@ def _alone(unit: Unit) -> Unit:
     return replace(unit, arguments=alone(unit.arguments), internal=alone(unit.internal), after=alone(unit.after))
 
 
-def _too_small(
-    choices: Sequence[Sequence[Unit]], budget_bytes: int, in_flight: int, starts: Collection[int]
-) -> ValueError:
-    needed = min(smallest_mix_budget(units, in_flight, starts) for units in choices)
+def _too_small(needed: int, budget_bytes: int, in_flight: int) -> ValueError:
     return ValueError(
         f"budget_bytes={budget_bytes}: no plan is found that keeps to it, with {in_flight} micro-batch(es) in flight; "
         f"the smallest takes {needed} bytes. Allow {needed} or more, use smaller micro-batches or "
