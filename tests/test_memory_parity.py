@@ -28,7 +28,7 @@ TECHNIQUES = {
     "full": lambda: ActivationRecompute(),
     "sqrt": lambda: Pairs("sqrt"),
     "selective": lambda: ActivationRecompute("selective"),
-    "budget": lambda: ActivationRecompute(budget_bytes=60_000),
+    "budget": lambda: ActivationRecompute(budget_bytes=80_000),
     "partition": lambda: Pairs("sqrt", partition_over_tensor_axis=True),
     "offload": lambda: ActivationOffload(min_bytes=0),
     "stream": lambda: ParameterOffload(),
