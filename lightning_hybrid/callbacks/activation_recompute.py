@@ -148,7 +148,7 @@ class ActivationRecompute(MemoryTechnique):
         ]
         self.costs, self.plan, self._steps = {}, [], 0
         if self.policy in MEASURED_STEPS and self.joint is None:
-            self._meter = CostMeter(pl_module, len(sites), device)
+            self._meter = CostMeter(pl_module, sites, device)
             self._recomputation.observer = self._meter
         super().on_fit_start(trainer, pl_module)
 

@@ -172,11 +172,9 @@ class MemoryPolicy:
         self._recomputation = next((one for one in runtimes if isinstance(one, Recomputation)), None)
         self._offload = next((one for one in runtimes if isinstance(one, Offload)), None)
         self._compression = next((one for one in runtimes if isinstance(one, Compression)), None)
-        costs, names = None, list[str]()
-        if self._recomputation is not None:
-            names = [site.name for site in self._recomputation.sites]
-            costs = CostMeter(pl_module, len(names), device)
-        self._meter = MixMeter(self._keys, costs, names, self._offload, self._compression, device)
+        sites = [] if self._recomputation is None else self._recomputation.sites
+        costs = CostMeter(pl_module, sites, device) if sites else None
+        self._meter = MixMeter(self._keys, costs, sites, self._offload, self._compression, device)
         if self._recomputation is not None:
             self._recomputation.observer = self._meter
 

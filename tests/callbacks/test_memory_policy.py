@@ -221,6 +221,35 @@ class Repeating(Net):
         return torch.tanh(self.outlet(x)).square().mean()
 
 
+class Normed(Net):
+    """Large statistics, of which a repetition saves copies, and a head that saves little."""
+
+    def __init__(self):
+        super().__init__()
+        norms = (nn.BatchNorm1d(WIDTH, affine=False) for _ in range(self.depth))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), norm) for norm in norms)
+
+    def training_step(self, batch, batch_idx):
+        x = self.inlet(batch)
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+def test_copies_of_statistics_that_a_repetition_saves_are_counted():
+    names = ["recompute", "offload"]
+    with pytest.raises(ValueError, match="Allow") as refusal:
+        fit(callbacks_of(names, 1), Normed())
+    smallest = int(re.search(r"Allow (\d+)", str(refusal.value))[1])
+    bits, ledger = fit(callbacks_of(names, smallest), Normed(), steps=3)
+    assert bits == plain_bits(Normed)
+    assert held(ledger) <= smallest
+    recompute = ActivationRecompute(budget_bytes=10**6)
+    fit([recompute], Normed())
+    copies, saved = 2 * WIDTH * 4 + 8, BATCH * WIDTH * 4 + 2 * WIDTH * 4  # and a counter; what norms read and find
+    assert {cost.internal for cost in recompute.costs.values()} == {copies + saved}
+
+
 def a_mix(units, choose):
     """A plan by what is chosen of each place in it: whether a block is recomputed, and the way of a tensor."""
     segments = tuple(Segment(i, i + 1, unit.seconds is not None and choose(i, None)) for i, unit in enumerate(units))

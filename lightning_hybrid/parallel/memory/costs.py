@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_hybrid.compat import storage_key
 from lightning_hybrid.functional.segments import BlockCost
 from lightning_hybrid.parallel.ledgers.fixed import FixedStorages
-from lightning_hybrid.parallel.memory.frames import Frame
+from lightning_hybrid.parallel.memory.frames import Frame, Site
 from lightning_hybrid.parallel.memory.inputs import Arguments
 
 
@@ -43,18 +43,18 @@ class CostMeter:
 
     Args:
         root: The model, whose parameters and buffers do not count.
-        number: Of blocks.
+        sites: The blocks.
         device: Where they compute; it is waited for around each call.
 
     Attributes:
         in_flight: Most passes that were alive at once.
     """
 
-    def __init__(self, root: nn.Module, number: int, device: torch.device) -> None:
+    def __init__(self, root: nn.Module, sites: Sequence[Site], device: torch.device) -> None:
         self._fixed, self._device = FixedStorages(root), device
-        self._costs: list[BlockCost | None] = [None] * number
-        self.in_flight = 1
-        self._alive = [0] * number
+        self._costs: list[BlockCost | None] = [None] * len(sites)
+        self._sites, self.in_flight = sites, 1
+        self._alive = [0] * len(sites)
         self._pass: list[_Call] = []
         self._inputs: dict[int, tuple[StorageWeakRef, _Call]] = {}  # with the call that got it first
 
@@ -74,7 +74,7 @@ class CostMeter:
         """See `recompute.CallObserver`."""
         if self._pass and position <= self._pass[-1].position:
             self._end_pass()
-        call = _Call(position)
+        call = _Call(position, internal=self._sites[position].buffers.num_bytes)
         self._pass.append(call)
         inputs = self._note_inputs(call, arguments.saved)
 

@@ -16,7 +16,7 @@ from lightning_hybrid.functional.mixing_plan import Way
 from lightning_hybrid.parallel.memory.compressed import Compressed
 from lightning_hybrid.parallel.memory.compression import Compression
 from lightning_hybrid.parallel.memory.costs import CostMeter
-from lightning_hybrid.parallel.memory.frames import Frame
+from lightning_hybrid.parallel.memory.frames import Frame, Site
 from lightning_hybrid.parallel.memory.inputs import Arguments
 from lightning_hybrid.parallel.memory.keys import Key, Met, SavedKeys
 from lightning_hybrid.parallel.memory.mixed_codes import Code, CodeMeter, Codes
@@ -26,6 +26,8 @@ from lightning_hybrid.parallel.memory.offload_copies import Copies
 
 COPIED_BYTES = 2**24
 NUM_COPIES = 5
+COPIES = -1
+"""Number in a key of what has none."""
 
 
 @dataclass
@@ -62,7 +64,7 @@ class MixMeter:
     Args:
         keys: Tells storages apart.
         costs: Measures blocks; None without recomputation.
-        names: Of the blocks, in the order in which `costs` numbers them.
+        sites: The blocks that are recomputed, in the order in which `costs` numbers them.
         offload: Moves what it can; None without offloading.
         compression: Compresses what it can; None without compression.
         device: Where blocks compute.
@@ -75,12 +77,14 @@ class MixMeter:
         self,
         keys: SavedKeys,
         costs: CostMeter | None,
-        names: Sequence[str],
+        sites: Sequence[Site],
         offload: Offload | None,
         compression: Compression | None,
         device: torch.device,
     ) -> None:
-        self._keys, self._costs, self._names, self._offload = keys, costs, list(names), offload
+        self._keys, self._costs, self._offload = keys, costs, offload
+        self._names = [site.name for site in sites]
+        self._copies = {site.name: site.buffers.num_bytes for site in sites}
         self._codes = None if compression is None else CodeMeter(compression, keys, device)
         self._is_lossy = compression is not None and compression.codec.lossy is not None
         self._uses: dict[int, _Use] = {}
@@ -139,6 +143,9 @@ class MixMeter:
             last = [item for (unit, _, _), item in found.items.items() if unit == called[-1]]
             moving = sum(item.num_bytes for item in last if item.can_move)
             found.beside[called[0]] = found.beside.get(called[0], 0) + moving
+        for name in called:
+            if self._copies.get(name):  # of buffers, which a repetition saves
+                found.items[name, "internal", Key(name, COPIES, is_argument=False)] = Item(self._copies[name])
         self.measured.add(found)
         self._uses.clear()
         if self._codes is not None:

@@ -197,6 +197,12 @@ class BufferGuard:
         self._others = [buffer for buffer in self._buffers if buffer[1] not in STATISTICS]
         self._changing: set[Buffer] | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of norms' statistics: a repetition saves copies of them for backward, and the first run none."""
+        values = (getattr(*buffer) for buffer in self._statistics)
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
     def before(self) -> dict[Buffer, tuple[Any, int, Any]]:
         """What a run finds: each buffer, its version, and a copy of what may change."""
         found = {}
