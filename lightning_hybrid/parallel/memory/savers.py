@@ -28,6 +28,8 @@ max-pool, has got; places of maxima; exact numbers, where a forward is run again
 of norms, of which one stands for many; numbers."""
 
 _RELU, _POOLS = F.relu.__code__, (MAX_POOL, F.max_pool2d_with_indices.__code__)
+_READ_SHAPES = ("cpu", "cuda")
+"""Devices whose max-pools read the shape alone of what they had; others find the maxima again."""
 _NORMS = {norm.__code__ for norm in (F.batch_norm, F.layer_norm, F.group_norm, F.instance_norm, F.rms_norm)}
 _LOSSES = {
     code
@@ -90,7 +92,7 @@ def _role(frame: FrameType | None, tensor: Tensor) -> tuple[Kind, Window | None]
     if frame is None or frame.f_code not in _POOLS:
         return "other", None
     if tensor.dtype is not torch.int64:
-        return "pool", None
+        return "pool" if tensor.device.type in _READ_SHAPES else "other", None
     given = {name: variable(frame, name) for name in ("kernel_size", "stride", "padding", "dilation", "input")}
     kernel = _pair(given["kernel_size"])
     stride = given["stride"]

@@ -46,6 +46,11 @@ def test_a_max_pool_reads_a_shape_and_places(run, window):
     assert (whole.kind, places.kind, places.window) == ("pool", "argmax", window)
 
 
+def test_a_device_that_is_not_known_may_read_what_a_pool_had():
+    kinds = [saver.kind for saver in kinds_of(Inner(nn.MaxPool2d(2)), IMAGES.detach().to("meta"))]
+    assert kinds == ["other", "argmax"]
+
+
 class Inner(nn.Module):
     def __init__(self, run):
         super().__init__()
