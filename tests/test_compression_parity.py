@@ -36,9 +36,10 @@ def rows_of(layout, *, is_full):
         pairs = [(network, precision) for network in NETWORKS for precision in PRECISIONS]
         rows = [(*pair, names) for pair in pairs for names in [(), *BESIDE]]
     else:
-        turns = [PRECISIONS[(number + shift) % 2] for number in range(len(NETWORKS))]
-        rows = [(network, precision, ()) for network, precision in zip(NETWORKS, turns, strict=True)]
-        rows.append((*rows[shift][:2], BESIDE[shift % len(BESIDE)]))
+        networks = [name for number, name in enumerate(NETWORKS) if number % 2 == shift % 2]
+        turns = [PRECISIONS[(number + shift // 2) % 2] for number in range(len(networks))]
+        rows = [(network, precision, ()) for network, precision in zip(networks, turns, strict=True)]
+        rows.append((*rows[shift % len(rows)][:2], BESIDE[shift % len(BESIDE)]))
     return [row for row in rows if row[1] != "bf16-true" or not row[0].startswith(NORMALISED)]
 
 

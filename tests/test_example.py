@@ -134,7 +134,7 @@ def test_a_network_that_is_compressed_without_loss_has_the_same_bits(tmp_path, c
     plain, lossless, *lossy = outcomes.values()
     torch.testing.assert_close(lossless.weights, plain.weights, rtol=0, atol=0)
     assert all(plain.saved > 1.5 * lossless.saved > 1.5 * outcome.saved for outcome in lossy)
-    assert capsys.readouterr().out.count(" yes ") == 2
+    assert capsys.readouterr().out.count(" yes\n") == 2
     assert len(list((tmp_path / "compression").iterdir())) == 4
     with pytest.raises(SystemExit, match="'LeNet' is none of AlexNet, "):
         compression("LeNet")
