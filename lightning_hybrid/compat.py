@@ -338,6 +338,11 @@ def unscale(gradients: list[Tensor], found: Tensor, inverse: Tensor) -> None:
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
 
 
+def foreach(name: str) -> Callable[..., Any]:
+    """An operation on lists of tensors, such as "add_": what torch's optimizers use, without a public name."""
+    return getattr(torch, f"_foreach_{name}")
+
+
 def before_backend(operation: Any, watch: Callable[[tuple[Any, ...]], object]) -> Callable[..., Any]:
     """A kernel for the dispatch key `BackendSelect` that shows an operation's arguments to `watch`, then goes on.
 

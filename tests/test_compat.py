@@ -635,3 +635,11 @@ def test_max_pools_run_in_a_function_of_python_that_knows_their_window():
             pool(x)
         assert [code for code, _ in found] == [compat.MAX_POOL] * 2
         assert found[0][1] == {"kernel_size": 3, "stride": 2, "padding": 1, "dilation": 1}
+
+
+def test_an_operation_on_lists_is_the_operation_on_each():
+    first, second = [torch.arange(3.0), torch.ones(2, 2)], [torch.ones(3), torch.full((2, 2), 2.0)]
+    compat.foreach("add_")(first, second, alpha=2.0)
+    assert torch.equal(first[0], torch.arange(3.0) + 2)
+    assert torch.equal(first[1], torch.full((2, 2), 5.0))
+    assert [norm.item() for norm in compat.foreach("norm")(second, 2, dtype=torch.float64)] == [3**0.5, 4.0]

@@ -1,0 +1,194 @@
+"""Optimizers that look at whole tensors: norms, means and factors, wherever the parts of a parameter are.
+
+Of pytorch-optimizer 4.1, LAMB, SM3 and AdaFactor raise on DTensors, as do torch's and transformers' Adafactor (torch
+2.13); none of them knows of slices that are plain tensors.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_hybrid.optim.wholes import Contribution, Dealing, Operation, local, mesh_dealings, reduce, sharded_dim
+
+
+class Member(NamedTuple):
+    """One parameter in a step.
+
+    Attributes:
+        parameter: It, as the group has it.
+        data: The part of it that is here, in which the step writes.
+        gradient: Of that part.
+        state: What the optimizer keeps for it.
+        dealings: How the whole is dealt out.
+        shape: Shape of the whole.
+    """
+
+    parameter: Tensor
+    data: Tensor
+    gradient: Tensor
+    state: dict[str, Any]
+    dealings: Sequence[Dealing]
+    shape: tuple[int, ...]
+
+    def entry(self, name: str, collapsed: Collection[int] = ()) -> Tensor:
+        """The part of a state that is here; zeros the first time.
+
+        Args:
+            name: Of the state.
+            collapsed: Dimensions of the parameter that have length 1 in it.
+        """
+        if name not in self.state:
+            self.state[name] = new_state(self.parameter, collapsed)
+        return local(self.state[name])
+
+    def advance(self) -> float:
+        """Number of this step, from 1, among those in which the parameter had a gradient."""
+        step: Tensor = self.state.setdefault("step", torch.zeros(()))
+        step += 1
+        return float(step)
+
+    def part(self, value: Tensor, dims: Collection[int] | None = None) -> Contribution:
+        """A value over the local part, as one of the whole's; see `Contribution`."""
+        return Contribution(value, self.dealings, dims)
+
+
+class Request(NamedTuple):
+    """Values over local parts, of which a step needs those over whole tensors."""
+
+    parts: Sequence[Contribution]
+    operation: Operation = "sum"
+
+
+Update = Generator[Request, list[Tensor], None]
+"""A group's step. It yields what it has of sums, and is sent the sums over all processes."""
+
+
+class WholeTensorOptimizer(Optimizer):
+    """Base of optimizers whose steps need sums over whole tensors.
+
+    The steps of all groups run side by side, so that all their sums travel in one exchange for each axis of ranks.
+
+    Attributes:
+        extra_dealings: Gives, for a parameter, how it is dealt out besides what a DTensor tells: a strategy sets it
+            that cuts parameters into slices which are plain tensors.
+    """
+
+    extra_dealings: Callable[[Tensor], Sequence[Dealing]] | None = None
+
+    @abstractmethod
+    def update(self, group: dict[str, Any], members: Sequence[Member]) -> Update:
+        """Step with some parameters of a group that have one type and device, and gradients."""
+
+    def collapsed(self, entry: str, shape: Sequence[int]) -> frozenset[int]:
+        """Dimensions of a parameter that have length 1 in one of its states, whose others are the parameter's.
+
+        Args:
+            entry: Name of the state.
+            shape: Of the whole parameter.
+        """
+        return frozenset()
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step.
+
+        Args:
+            closure: Evaluates the model again and returns the loss.
+
+        Returns:
+            The loss, if there is a closure.
+
+        Raises:
+            RuntimeError: If a gradient is sparse or a parameter complex.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        run([self.update(group, alike) for group in self.param_groups for alike in self._members(group)])
+        return loss
+
+    def _members(self, group: dict[str, Any]) -> Iterable[list[Member]]:
+        alike: dict[tuple[torch.device, torch.dtype], list[Member]] = {}
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                member = self._member(parameter)
+                alike.setdefault((member.data.device, member.data.dtype), []).append(member)
+        return alike.values()
+
+    def _member(self, parameter: Tensor) -> Member:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse or parameter.is_complex():
+            what = "a sparse gradient" if gradient.is_sparse else "complex numbers"
+            raise RuntimeError(
+                f"{type(self).__name__} got a parameter of shape {list(parameter.shape)} with {what}. Use dense real "
+                "ones, or torch.optim.SparseAdam for embeddings with sparse=True."
+            )
+        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+            gradient = gradient.redistribute(placements=parameter.placements)  # at once if they are the same
+        extra = self.extra_dealings(parameter) if self.extra_dealings is not None else ()
+        shape = list(parameter.shape)
+        for dealing in extra:
+            shape[dealing.dim] = dealing.length
+        dealings = [*mesh_dealings(parameter), *extra]
+        return Member(parameter, local(parameter), local(gradient), self.state[parameter], dealings, tuple(shape))
+
+
+def run(updates: Sequence[Update]) -> None:
+    """Run updates side by side: all of their requests are answered together."""
+    requests = dict[int, Request]()
+    answers: dict[int, list[Tensor] | None] = dict.fromkeys(range(len(updates)))
+    while answers:
+        requests.clear()
+        for i, answer in answers.items():
+            try:
+                requests[i] = updates[i].send(answer) if answer is not None else next(updates[i])
+            except StopIteration:
+                continue
+        answers = {}
+        for operation in dict.fromkeys(request.operation for request in requests.values()):
+            asked = {i: request.parts for i, request in requests.items() if request.operation == operation}
+            found = iter(reduce([part for parts in asked.values() for part in parts], operation))
+            answers |= {i: [next(found) for _ in parts] for i, parts in asked.items()}
+
+
+def new_state(parameter: Tensor, collapsed: Collection[int] = ()) -> Tensor:
+    """Zeros for a state of a parameter, sharded as that is; a sharded save needs no more.
+
+    Args:
+        parameter: A plain tensor or a DTensor.
+        collapsed: Dimensions that have length 1 in the state, and all ranks have alike.
+    """
+    if not collapsed:
+        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    zeros = local(parameter).new_zeros(collapse(local(parameter).shape, collapsed))
+    return as_state(zeros, parameter, collapsed)
+
+
+def as_state(part: Tensor, parameter: Tensor, collapsed: Collection[int]) -> Tensor:
+    """A local part as a state of a parameter: a DTensor if that is one."""
+    if not isinstance(parameter, DTensor):
+        return part
+    shape = collapse(parameter.shape, collapsed)
+    placements = [
+        p if p.is_replicate() or sharded_dim(p) not in collapsed else Replicate() for p in parameter.placements
+    ]
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        part, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def collapse(shape: Sequence[int], dims: Collection[int]) -> tuple[int, ...]:
+    """A shape with length 1 in some dimensions."""
+    return tuple(1 if dim in dims else length for dim, length in enumerate(shape))
