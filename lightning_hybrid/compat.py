@@ -343,6 +343,11 @@ def foreach(name: str) -> Callable[..., Any]:
     return getattr(torch, f"_foreach_{name}")
 
 
+def is_flattened(parameter: Tensor) -> bool:
+    """Whether `FullyShardedDataParallel` has made a parameter a piece of a flat one; no public name tells."""
+    return bool(getattr(parameter, "_fsdp_flattened", False))
+
+
 def before_backend(operation: Any, watch: Callable[[tuple[Any, ...]], object]) -> Callable[..., Any]:
     """A kernel for the dispatch key `BackendSelect` that shows an operation's arguments to `watch`, then goes on.
 

@@ -7,15 +7,16 @@ Of pytorch-optimizer 4.1, LAMB, SM3 and AdaFactor raise on DTensors, as do torch
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_hybrid.compat import is_flattened
 from lightning_hybrid.optim.wholes import Contribution, Dealing, Operation, local, mesh_dealings, reduce, sharded_dim
 
 
@@ -77,11 +78,13 @@ class WholeTensorOptimizer(Optimizer):
     The steps of all groups run side by side, so that all their sums travel in one exchange for each axis of ranks.
 
     Attributes:
-        extra_dealings: Gives, for a parameter, how it is dealt out besides what a DTensor tells: a strategy sets it
+        extra_dealings: Tells in each step how parameters are dealt out besides what DTensors say. A strategy sets it
             that cuts parameters into slices which are plain tensors.
+        is_elementwise: Whether the step of an element needs no other one, so that flat parts of tensors do.
     """
 
-    extra_dealings: Callable[[Tensor], Sequence[Dealing]] | None = None
+    extra_dealings: Callable[[], Mapping[Tensor, Sequence[Dealing]]] | None = None
+    is_elementwise = False
 
     @abstractmethod
     def update(self, group: dict[str, Any], members: Sequence[Member]) -> Update:
@@ -108,35 +111,56 @@ class WholeTensorOptimizer(Optimizer):
             The loss, if there is a closure.
 
         Raises:
-            RuntimeError: If a gradient is sparse or a parameter complex.
+            RuntimeError: If a gradient is sparse.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        run([self.update(group, alike) for group in self.param_groups for alike in self._members(group)])
+        extra = self.extra_dealings() if self.extra_dealings is not None else {}
+        run([self.update(group, alike) for group in self.param_groups for alike in self._members(group, extra)])
         return loss
 
-    def _members(self, group: dict[str, Any]) -> Iterable[list[Member]]:
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's.
+
+        Raises:
+            RuntimeError: If a parameter is complex, or flattened by `FullyShardedDataParallel`.
+        """
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            self._check(parameter)
+
+    def _members(self, group: dict[str, Any], extra: Mapping[Tensor, Sequence[Dealing]]) -> Iterable[list[Member]]:
         alike: dict[tuple[torch.device, torch.dtype], list[Member]] = {}
         for parameter in group["params"]:
             if parameter.grad is not None:
-                member = self._member(parameter)
+                member = self._member(parameter, extra.get(parameter, ()))
                 alike.setdefault((member.data.device, member.data.dtype), []).append(member)
         return alike.values()
 
-    def _member(self, parameter: Tensor) -> Member:
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.is_sparse or parameter.is_complex():
-            what = "a sparse gradient" if gradient.is_sparse else "complex numbers"
+    def _check(self, parameter: Tensor) -> None:
+        if not self.is_elementwise and is_flattened(parameter):
+            raise RuntimeError(
+                f"{type(self).__name__} looks at whole tensors, and FullyShardedDataParallel has flattened one of "
+                f"{list(parameter.shape)}: norms would be those of pieces. Shard with fully_shard instead "
+                "(ModelParallelStrategy, or strategy='hybrid_ptdp' with zero_stage=3)."
+            )
+        is_sparse = parameter.grad is not None and parameter.grad.is_sparse
+        if is_sparse or parameter.is_complex():
+            what = "a sparse gradient" if is_sparse else "complex numbers"
             raise RuntimeError(
                 f"{type(self).__name__} got a parameter of shape {list(parameter.shape)} with {what}. Use dense real "
                 "ones, or torch.optim.SparseAdam for embeddings with sparse=True."
             )
+
+    def _member(self, parameter: Tensor, extra: Sequence[Dealing]) -> Member:
+        self._check(parameter)
+        gradient = parameter.grad
+        assert gradient is not None
         if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
             gradient = gradient.redistribute(placements=parameter.placements)  # at once if they are the same
-        extra = self.extra_dealings(parameter) if self.extra_dealings is not None else ()
         shape = list(parameter.shape)
         for dealing in extra:
             shape[dealing.dim] = dealing.length
@@ -162,16 +186,23 @@ def run(updates: Sequence[Update]) -> None:
             answers |= {i: [next(found) for _ in parts] for i, parts in asked.items()}
 
 
-def new_state(parameter: Tensor, collapsed: Collection[int] = ()) -> Tensor:
+def collapsed_dims(optimizer: Optimizer, entry: str, shape: Sequence[int]) -> frozenset[int]:
+    """`WholeTensorOptimizer.collapsed` of any optimizer; none of those of others."""
+    ask = getattr(optimizer, "collapsed", None)
+    return ask(entry, shape) if ask is not None else frozenset()
+
+
+def new_state(parameter: Tensor, collapsed: Collection[int] = (), dtype: torch.dtype | None = None) -> Tensor:
     """Zeros for a state of a parameter, sharded as that is; a sharded save needs no more.
 
     Args:
         parameter: A plain tensor or a DTensor.
         collapsed: Dimensions that have length 1 in the state, and all ranks have alike.
+        dtype: Of the state; None takes the parameter's.
     """
     if not collapsed:
-        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
-    zeros = local(parameter).new_zeros(collapse(local(parameter).shape, collapsed))
+        return torch.zeros_like(parameter, memory_format=torch.preserve_format, dtype=dtype, requires_grad=False)
+    zeros = local(parameter).detach().new_zeros(collapse(local(parameter).shape, collapsed), dtype=dtype)
     return as_state(zeros, parameter, collapsed)
 
 
@@ -179,14 +210,15 @@ def as_state(part: Tensor, parameter: Tensor, collapsed: Collection[int]) -> Ten
     """A local part as a state of a parameter: a DTensor if that is one."""
     if not isinstance(parameter, DTensor):
         return part
-    shape = collapse(parameter.shape, collapsed)
-    placements = [
-        p if p.is_replicate() or sharded_dim(p) not in collapsed else Replicate() for p in parameter.placements
-    ]
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        part, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    shape = torch.Size(collapse(parameter.shape, collapsed))
+    stride = torch.empty(shape, device="meta").stride() if collapsed else parameter.stride()
+    placements = collapse_placements(parameter.placements, collapsed)
+    return DTensor.from_local(part, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def collapse_placements(placements: Sequence[Placement], dims: Collection[int]) -> list[Placement]:
+    """Placements of what has length 1 in some dimensions: where those were dealt out, all ranks have the same."""
+    return [p if p.is_replicate() or sharded_dim(p) not in dims else Replicate() for p in placements]
 
 
 def collapse(shape: Sequence[int], dims: Collection[int]) -> tuple[int, ...]:

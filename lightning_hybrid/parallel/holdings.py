@@ -7,13 +7,15 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hybrid.functional.splits import Split
+from lightning_hybrid.optim.wholes import Dealing
 from lightning_hybrid.parallel.checkpoint.places import Place
 from lightning_hybrid.parallel.data_parallel import DataParallel
 from lightning_hybrid.parallel.experts.parallel import ExpertParallel
 from lightning_hybrid.parallel.gradients import sum_gradients, take_gradients
+from lightning_hybrid.parallel.group_axis import GroupAxis
 from lightning_hybrid.parallel.mesh import Mesh, Peers
 from lightning_hybrid.parallel.pipeline.cut import StageCut
 from lightning_hybrid.parallel.pipeline.ownership import Ownership, settle
@@ -184,6 +186,30 @@ class Holdings:
         if self.experts is not None and name in self.experts.splits:
             return Share(self.experts.splits[name], self.experts.size, self.experts.rank)
         return None
+
+    def dealings(self) -> dict[Tensor, list[Dealing]]:
+        """Parameters that an axis deals out as plain tensors, for optimizers that look at wholes."""
+        found: dict[Tensor, list[Dealing]] = {}
+        for parallel, group in ((self.tensor, self.mesh.tensor_group), (self.experts, self.mesh.expert_group)):
+            if parallel is not None and group is not None:
+                axis, splits = GroupAxis(group, self.mesh.device), parallel.splits
+                named = ((p, splits[name]) for name, p in self.named_parameters().items() if name in splits)
+                found |= {parameter: [Dealing(split.dim, axis, split.length)] for parameter, split in named}
+        return found
+
+    def deals_out(self, name: str, parameter: Tensor, value: Any, collapsed: frozenset[int] = frozenset()) -> bool:
+        """Whether an axis deals out a value as it does its parameter.
+
+        Args:
+            name: The parameter's.
+            parameter: As it is here.
+            value: A state of it.
+            collapsed: Dimensions of the parameter that have length 1 in the value.
+        """
+        share = self.share(name)
+        if share is None or not isinstance(value, Tensor):
+            return False
+        return share.split.dim not in collapsed if collapsed else value.shape == parameter.shape
 
     def part(self, name: str, whole: Any) -> Any:
         """This rank's share of a whole value of a parameter, or of an optimizer's state of the same shape."""

@@ -166,6 +166,8 @@ class Assembly:
         if self.engine.mesh.layout.world_size > 1:
             self.hooks.install()
             compute_metrics_together(trainer)
+        if self.groups is not None:
+            self.groups.tell(self.engine.dealings)
         self.clipping = Clipping(self.engine, precision, self.hooks.norm_watch)
         if isinstance(precision, Masters):
             self._skipped = SkippedSteps(self.module, precision)

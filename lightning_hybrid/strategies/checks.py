@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from inspect import signature
 from math import isfinite
 from typing import Any
@@ -19,10 +19,8 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
-from torch.optim import LBFGS, Adafactor, Muon, Optimizer, Rprop
 
 from lightning_hybrid.compat import sync_batchnorm
-from lightning_hybrid.parallel.experts.parallel import parameters_of_experts
 from lightning_hybrid.parallel.mesh import Layout
 from lightning_hybrid.parallel.pipeline.blocks import block_names, find_block_lists
 from lightning_hybrid.parallel.tensor.assignment import STYLES
@@ -255,46 +253,3 @@ def check_trainer(trainer: Trainer) -> None:
             "sync_batchnorm=True is not supported yet: statistics are those of a micro-batch. Leave it out, or use "
             "strategy='ddp'."
         )
-
-
-def check_optimizers(
-    optimizers: Sequence[Optimizer], module: LightningModule, layout: Layout, options: Mapping[str, Any]
-) -> None:
-    """Refuse optimizers that call the closure several times, or cannot work on slices or shards where there are some.
-
-    Raises:
-        ValueError: Naming the optimizer.
-    """
-    sharded = layout.data > 1 and options["zero_stage"] > 0 and module.automatic_optimization
-    if layout.tensor > 1:
-        _check_work_on_slices(optimizers, "tensor_parallel_size", layout.tensor)
-    if layout.expert > 1:
-        experts = parameters_of_experts(module)
-        with_experts = [o for o in optimizers if any(p in experts for g in o.param_groups for p in g["params"])]
-        _check_work_on_slices(with_experts, "expert_parallel_size", layout.expert)
-    for optimizer in optimizers:
-        if isinstance(optimizer, Adafactor | Rprop) and sharded:
-            raise ValueError(
-                f"torch.optim.{type(optimizer).__name__} cannot work on sharded parameters. Set zero_stage=0, or "
-                "choose another one."
-            )
-        if isinstance(optimizer, LBFGS):
-            raise ValueError(
-                "LBFGS evaluates the loss several times a step, which a pipeline's step cannot do. Choose another "
-                "optimizer."
-            )
-
-
-def _check_work_on_slices(optimizers: Sequence[Optimizer], keyword: str, size: int) -> None:
-    for optimizer in optimizers:
-        name = type(optimizer).__name__
-        if isinstance(optimizer, Adafactor | Muon):
-            raise ValueError(
-                f"torch.optim.{name} looks at whole parameters, and with {keyword}={size} it would see slices. Choose "
-                f"an optimizer that works element by element, such as AdamW, or set {keyword}=1."
-            )
-        if not type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, LBFGS):
-            rank_zero_warn(
-                f"{name} sees slices of the split parameters with {keyword}={size}. If it works element by element, "
-                "nothing changes; if it takes norms or means of a parameter, they are those of a slice."
-            )

@@ -21,6 +21,7 @@ from lightning_hybrid.strategies import checks
 from lightning_hybrid.strategies.assembling import assemble
 from lightning_hybrid.strategies.evaluation import next_epoch
 from lightning_hybrid.strategies.measured import MeasuredStrategy
+from lightning_hybrid.strategies.optimizer_checks import check_optimizers
 from lightning_hybrid.strategies.optimizers import ParameterGroups
 from lightning_hybrid.strategies.precisions import Masters, check_masters, check_precision
 from lightning_hybrid.strategies.processes import DEFAULT_TIMEOUT
@@ -166,7 +167,7 @@ class HybridPTDPStrategy(MeasuredStrategy):
             checks.check_module(module, self.ground.mesh.layout, self.options)
             checks.check_steps(module)
             checks.check_trainer(trainer)
-            checks.check_optimizers(self.optimizers, module, self.ground.mesh.layout, self.options)
+            check_optimizers(self.optimizers, module, self.ground.mesh.layout, self.options)
         check_masters(self.precision_plugin, module, self.optimizers)
         checks.check_sparse(module, self.ground.mesh.layout, self.options, masters=self.compute_dtype is not None)
         return ParameterGroups(self.optimizers, module)

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.optim.base import collapsed_dims
+from lightning_hybrid.optim.wholes import Dealing
 from lightning_hybrid.parallel.zero.shards import shard_like
 from lightning_hybrid.parallel.zero.units import loose_parameters
 
@@ -41,6 +43,7 @@ class ParameterGroups:
             [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups] for optimizer in optimizers
         ]
         self.given = [[group.get("param_names") for group in optimizer.param_groups] for optimizer in optimizers]
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         self._held = [[list(names) for names in groups] for groups in self.names]
 
     def check_unmixed(self, module: nn.Module, main: torch.dtype | None) -> None:
@@ -79,6 +82,12 @@ class ParameterGroups:
                         state = optimizer.state[parameter]
                         state.update({entry: part(name, value) for entry, value in state.items()})
 
+    def tell(self, dealings: Callable[[], Mapping[Tensor, Sequence[Dealing]]]) -> None:
+        """Let optimizers that look at whole tensors know of slices that are plain tensors."""
+        for optimizer in self._optimizers:
+            if hasattr(optimizer, "extra_dealings"):
+                optimizer.extra_dealings = dealings
+
     def keep(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Reduce each group to the given parameters, and take their present objects: sharding has replaced some."""
         for optimizer, groups, given, held in zip(self._optimizers, self.names, self.given, self._held, strict=True):
@@ -91,12 +100,17 @@ class ParameterGroups:
                     group["param_names"] = [
                         own for own, name in zip(own_names, names, strict=True) if name in parameters
                     ]
-                _move_state(optimizer, old, parameters)
+                self._move_state(optimizer, old, parameters)
 
-
-def _move_state(optimizer: Optimizer, old: Mapping[str, nn.Parameter], new: Mapping[str, nn.Parameter]) -> None:
-    for name, parameter in old.items():
-        if parameter in optimizer.state and new.get(name) is not parameter:
-            state = optimizer.state.pop(parameter)
-            if name in new:  # from a checkpoint, before the parameter was sharded
-                optimizer.state[new[name]] = {key: shard_like(value, new[name]) for key, value in state.items()}
+    def _move_state(
+        self, optimizer: Optimizer, old: Mapping[str, nn.Parameter], new: Mapping[str, nn.Parameter]
+    ) -> None:
+        for name, parameter in old.items():
+            if parameter in optimizer.state and new.get(name) is not parameter:
+                state = optimizer.state.pop(parameter)
+                if name in new:  # from a checkpoint, before the parameter was sharded
+                    shape = self._shapes[name]
+                    optimizer.state[new[name]] = {
+                        entry: shard_like(value, new[name], collapsed=collapsed_dims(optimizer, entry, shape))
+                        for entry, value in state.items()
+                    }

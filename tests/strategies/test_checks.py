@@ -12,9 +12,9 @@ from lightning_hybrid.strategies.checks import (
     SCHEDULES,
     check_keywords,
     check_module,
-    check_optimizers,
     check_steps,
 )
+from lightning_hybrid.strategies.optimizer_checks import check_optimizers
 
 DEFAULTS = {
     "pipeline_parallel_size": "auto",

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.compat import reshapes_what_it_loads
+from lightning_hybrid.parallel.checkpoint.saving import collapsed_of
 from lightning_hybrid.parallel.checkpoint.states import Outline
 from lightning_hybrid.parallel.checkpoint.stored import StoredState
 from lightning_hybrid.parallel.engine import Engine
@@ -47,8 +48,8 @@ def load_model_state(engine: Engine, outline: Outline, state: Mapping[str, Any],
 class SavedOptimizer(Protocol):
     """What is saved of an optimizer's state."""
 
-    def part(self, engine: Engine, name: str, parameter: nn.Parameter) -> dict[str, Any] | None:
-        """This rank's part of the state of one parameter; None if it has none."""
+    def part(self, engine: Engine, optimizer: Optimizer, name: str, parameter: nn.Parameter) -> dict[str, Any] | None:
+        """This rank's part of the state that an optimizer has for one parameter; None if it has none."""
 
 
 class WholeOptimizer:
@@ -64,12 +65,15 @@ class WholeOptimizer:
         for group, members in zip(saved["param_groups"], names, strict=True):
             self._by_name |= {name: saved["state"].get(i) for i, name in zip(group["params"], members, strict=True)}
 
-    def part(self, engine: Engine, name: str, parameter: nn.Parameter) -> dict[str, Any] | None:
+    def part(self, engine: Engine, optimizer: Optimizer, name: str, parameter: nn.Parameter) -> dict[str, Any] | None:
         """This rank's part of the state of one parameter, in its own memory: the whole may be a mapped file."""
         state = self._by_name.get(name)
         if state is None:
             return None
-        parts = {key: (value, _part(engine, name, value, parameter)) for key, value in state.items()}
+        parts = dict[str, tuple[Any, Any]]()
+        for key, value in state.items():
+            collapsed = collapsed_of(engine, optimizer, name, parameter, key)
+            parts[key] = value, _part(engine, name, value, parameter, collapsed)
         return {key: p.clone() if p is whole and isinstance(p, Tensor) else p for key, (whole, p) in parts.items()}
 
 
@@ -119,7 +123,7 @@ def load_optimizer_state(engine: Engine, optimizer: Optimizer, saved: SavedOptim
     states = dict[int, Any]()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
-        state = saved.part(engine, name_of[id(parameter)], parameter)
+        state = saved.part(engine, optimizer, name_of[id(parameter)], parameter)
         if state is not None:
             states[index] = state
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -140,9 +144,12 @@ def _local(engine: Engine, key: str, state: Mapping[str, Any], like: Any) -> Any
     return _part(engine, key, state[key], like) if part is None else part
 
 
-def _part(engine: Engine, name: str, value: Any, like: Any) -> Any:
+def _part(engine: Engine, name: str, value: Any, like: Any, collapsed: frozenset[int] = frozenset()) -> Any:
     """This rank's slice over the tensor or the expert axis, and of that its shard over the data axis."""
-    return shard_like(engine.part(name, value), like)
+    share = engine.share(name)
+    if share is None or share.split.dim not in collapsed:
+        value = engine.part(name, value)
+    return shard_like(value, like, collapsed=collapsed)
 
 
 def _check_shapes(engine: Engine, outline: Outline, state: Mapping[str, Any]) -> None:

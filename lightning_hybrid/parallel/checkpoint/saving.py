@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.optim.base import collapsed_dims
 from lightning_hybrid.parallel.engine import Engine
 from lightning_hybrid.parallel.tensor.parallel import whole_tree
 
@@ -27,7 +28,9 @@ def gather_model_state(engine: Engine, keys: list[str]) -> dict[str, Any]:
     local = engine.root.state_dict()
     wanted = set(keys)
     mine = {
-        key: _gathered(engine, key, local[key], local[key]) for key in local if key in wanted and saves(engine, key)
+        key: _gathered(engine, key, local[key], split=engine.deals_out(key, local[key], local[key]))
+        for key in local
+        if key in wanted and saves(engine, key)
     }
     parts = _collect(engine, mine)
     if parts is None:
@@ -58,11 +61,15 @@ def gather_optimizer_state(
         names: Parameters of each group over the whole model.
         given: The names that the optimizer itself knows them by, if it does.
     """
-    mine = {
-        name: {key: _gathered(engine, name, value, parameter) for key, value in optimizer.state[parameter].items()}
-        for name, parameter in engine.named_parameters().items()
-        if parameter in optimizer.state and owns(engine, name)
-    }
+    mine: dict[str, dict[str, Any]] = {}
+    for name, parameter in engine.named_parameters().items():
+        if parameter in optimizer.state and owns(engine, name):
+            mine[name] = {}
+            for entry, value in optimizer.state[parameter].items():
+                split = engine.deals_out(
+                    name, parameter, value, collapsed_of(engine, optimizer, name, parameter, entry)
+                )
+                mine[name][entry] = _gathered(engine, name, value, split=split)
     parts = _collect(engine, mine)
     if parts is None:
         return {}
@@ -70,6 +77,13 @@ def gather_optimizer_state(
     order = [name for group in names for name in group]
     state = {i: found[name] for i, name in enumerate(order) if name in found}
     return {"state": state, "param_groups": saved_groups(optimizer, names, given)}
+
+
+def collapsed_of(engine: Engine, optimizer: Optimizer, name: str, parameter: Tensor, entry: str) -> frozenset[int]:
+    """Dimensions of a parameter that an optimizer's state of it has with length 1."""
+    share = engine.share(name)
+    shape = tuple(parameter.shape) if share is None else share.split.whole_shape(parameter.shape)
+    return collapsed_dims(optimizer, entry, shape)
 
 
 def saved_groups(optimizer: Optimizer, names: list[list[str]], given: list[list[str] | None]) -> list[dict[str, Any]]:
@@ -84,24 +98,24 @@ def saved_groups(optimizer: Optimizer, names: list[list[str]], given: list[list[
     return groups
 
 
-def _gathered(engine: Engine, name: str, value: Any, like: Any) -> Any:
+def _gathered(engine: Engine, name: str, value: Any, *, split: bool) -> Any:
     """A value over the data axis and then over the tensor axis, in host memory where it is collected; None elsewhere.
 
     Args:
         engine: This rank's engine.
         name: A parameter's, or any other state key.
         value: The parameter itself, or an entry of its state.
-        like: The parameter.
+        split: An axis deals it out.
     """
     if isinstance(value, DTensor):
         value = value.to(engine.mesh.device)  # shards may live in host memory, where the group does not communicate
     value = whole(whole_tree(value))  # a block may have kept parts of activations in a buffer
-    if engine.experts is not None:
-        value = whole(engine.experts.whole(name, value, like))
+    if engine.experts is not None and split:
+        value = whole(engine.experts.whole(name, value))
     if engine.mesh.data_rank > 0:  # other replicas only take part in the gathering over the data axis
         return None
-    if engine.tensor is not None:
-        value = whole(engine.tensor.whole(name, value, like))
+    if engine.tensor is not None and split:
+        value = whole(engine.tensor.whole(name, value, engine.mesh.device))
     return value if engine.mesh.tensor_rank == 0 else None
 
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.parallel.checkpoint.parts import Part, part_of
-from lightning_hybrid.parallel.checkpoint.saving import owns, saves
+from lightning_hybrid.optim.base import new_state
+from lightning_hybrid.parallel.checkpoint.parts import Part, part_of, shard_rows
+from lightning_hybrid.parallel.checkpoint.saving import collapsed_of, owns, saves
 from lightning_hybrid.parallel.engine import Engine
 from lightning_hybrid.parallel.tensor.parallel import whole_tree
 from lightning_hybrid.parallel.zero.sharding import Sharded
@@ -87,7 +88,8 @@ def optimizer_parts(
 ) -> tuple[dict[str, Part], dict[str, dict[str, Any]]]:
     """What this rank has to save of an optimizer's state: tensors, and other values by parameter and entry.
 
-    Tensors of a parameter's shape are cut as it is; others, such as step counts, are whole on every rank.
+    Tensors of a parameter's shape are cut as it is, and so are factors of it along what they have of its dimensions;
+    others, such as step counts, are whole on every rank.
     """
     parts: dict[str, Part] = {}
     others: dict[str, dict[str, Any]] = {}
@@ -102,10 +104,12 @@ def optimizer_parts(
                 raise ValueError(
                     f"{type(optimizer).__name__} keeps {entry!r} of {key}: names of saved states must have no dot."
                 )
-            elif value.shape == parameter.shape and _keeps(engine, name, value):
-                parts[f"{OPTIMIZER}{index}.{key}.{entry}"] = _part(engine, name, value)
-            elif value.shape != parameter.shape and _keeps(engine, name, value, split=False):
-                parts[f"{OPTIMIZER}{index}.{key}.{entry}"] = part_of(value)
+            else:
+                split = engine.deals_out(
+                    name, parameter, value, collapsed_of(engine, optimizer, name, parameter, entry)
+                )
+                if _keeps(engine, name, value, split=split):
+                    parts[f"{OPTIMIZER}{index}.{key}.{entry}"] = _part(engine, name, value, split=split)
     return parts, others
 
 
@@ -119,7 +123,13 @@ def gather_others(engine: Engine, mine: dict[str, Any]) -> dict[str, Any]:
     return {name: value for part in everyone or [] for name, value in part.items()}
 
 
-def new_part(engine: Engine, name: str, like: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Part]:
+def new_part(
+    engine: Engine,
+    name: str,
+    like: Tensor,
+    dtype: torch.dtype | None = None,
+    collapsed: frozenset[int] = frozenset(),
+) -> tuple[Tensor, Part]:
     """A tensor in which this rank's part of a value of a parameter's shape can be read, and that part.
 
     Args:
@@ -127,13 +137,14 @@ def new_part(engine: Engine, name: str, like: Tensor, dtype: torch.dtype | None 
         name: The parameter's, as this rank knows it.
         like: The parameter.
         dtype: Type of the value; None takes the parameter's.
+        collapsed: Dimensions that have length 1 in it.
     """
-    tensor = torch.empty_like(like, dtype=dtype or like.dtype, requires_grad=False)
-    return tensor.detach(), _part(engine, name, tensor)
+    tensor = new_state(like.detach(), collapsed, dtype)
+    return tensor, _part(engine, name, tensor, split=engine.deals_out(name, like, tensor, collapsed))
 
 
-def _part(engine: Engine, name: str, tensor: Tensor) -> Part:
-    share = engine.share(name)
+def _part(engine: Engine, name: str, tensor: Tensor, *, split: bool = True) -> Part:
+    share = engine.share(name) if split else None
     return part_of(tensor) if share is None else part_of(tensor, *share)
 
 
@@ -150,7 +161,7 @@ def _keeps(engine: Engine, name: str, value: Tensor, *, split: bool = True) -> b
         return False
     mesh, number = engine.mesh, zlib.crc32(name.encode())
     layout = mesh.layout
-    sharded = isinstance(value, DTensor) and isinstance(engine.data, Sharded)
+    sharded = isinstance(value, DTensor) and isinstance(engine.data, Sharded) and shard_rows(value) is not None
     peers = engine.peers(name) if split else mesh.dense
     rank, ranks = (peers.copy, peers.replicate) if sharded else (peers.rank, peers.size)
     if engine.tensor is None or (split and name in engine.tensor.splits):

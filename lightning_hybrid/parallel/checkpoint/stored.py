@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_hybrid.parallel.checkpoint.reading import FolderReader
+from lightning_hybrid.parallel.checkpoint.saving import collapsed_of
 from lightning_hybrid.parallel.checkpoint.states import MODEL, OPTIMIZER, new_part
 from lightning_hybrid.parallel.engine import Engine
 
@@ -96,14 +98,15 @@ class StoredOptimizer:
             parameter, _, entry = name.removeprefix(self._prefix).rpartition(".")
             self._entries.setdefault(parameter, []).append(entry)
 
-    def part(self, engine: Engine, name: str, parameter: nn.Parameter) -> dict[str, Any] | None:
-        """This rank's part of the state of one parameter; None if it has none."""
+    def part(self, engine: Engine, optimizer: Optimizer, name: str, parameter: nn.Parameter) -> dict[str, Any] | None:
+        """This rank's part of the state that an optimizer has for one parameter; None if it has none."""
         if name not in self._entries and name not in self._others:
             return None
         state = dict(self._others.get(name, {}))
         for entry in self._entries.get(name, ()):
             stored = f"{self._prefix}{name}.{entry}"
-            tensor, part = new_part(engine, name, parameter, self._reader.dtype(stored))
+            collapsed = collapsed_of(engine, optimizer, name, parameter, entry)
+            tensor, part = new_part(engine, name, parameter, self._reader.dtype(stored), collapsed)
             if part.shape == self._reader.shape(stored):
                 self._reader.read({stored: part})
             else:  # such as a count of steps

@@ -72,15 +72,14 @@ class ExpertParallel:
             return whole
         return split.take(whole, self.size, self.rank).clone(memory_format=torch.contiguous_format)
 
-    def whole(self, name: str, part: Any, like: Tensor) -> Any:
-        """The whole of a value, if it is one of experts and has their shape; the ranks of the expert axis call it.
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """The whole of a value that is dealt out as its parameter, if that is one of experts; their ranks call it.
 
         Args:
             name: The parameter's.
             part: This rank's share, in any memory; not sharded over the data axis any more.
-            like: This rank's share of the parameter, which may be sharded over the data axis.
         """
-        if name not in self.splits or not isinstance(part, Tensor) or part.shape != like.shape:
+        if name not in self.splits:
             return part
         return self._gathered(part.detach().to(self._mesh.device))
 

@@ -63,21 +63,16 @@ class TensorParallel:
             return whole
         return split.take(whole, self.axis.size, self.axis.rank).clone(memory_format=torch.contiguous_format)
 
-    def whole(self, name: str, part: Any, like: Tensor) -> Any:
-        """The whole of a value, if it is one of a split parameter and has its shape; all ranks of the axis call it.
+    def whole(self, name: str, part: Tensor, device: torch.device) -> Tensor:
+        """The whole of a value that is dealt out as its parameter, if that is split; all ranks of the axis call it.
 
         Args:
             name: The parameter's.
             part: This rank's slice, in any memory; not sharded over the data axis any more.
-            like: This rank's slice of the parameter, which may be sharded over the data axis.
-
-        Returns:
-            The whole where the parameter is, or `part` itself.
+            device: Where the axis communicates.
         """
         split = self.splits.get(name)
-        if split is None or not isinstance(part, Tensor) or part.shape != like.shape:
-            return part
-        return self.axis.gather(part.detach().to(like.device), split)
+        return part if split is None else self.axis.gather(part.detach().to(device), split)
 
 
 def refuse_outside_steps(root: nn.Module, tensor: TensorParallel) -> None:
