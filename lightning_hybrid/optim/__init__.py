@@ -1,6 +1,8 @@
 """Optimizers for large batches, whose norms, means and factors are those of whole tensors on any shards."""
 
+from lightning_hybrid.optim.adafactor import Adafactor
 from lightning_hybrid.optim.lamb import Lamb
 from lightning_hybrid.optim.lars import Lars
+from lightning_hybrid.optim.sm3 import SM3
 
-__all__ = ["Lamb", "Lars"]
+__all__ = ["SM3", "Adafactor", "Lamb", "Lars"]

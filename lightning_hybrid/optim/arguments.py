@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 
@@ -27,3 +28,17 @@ def check_fraction(owner: object, **options: float) -> None:
     for name, value in options.items():
         if not 0 <= value < 1:
             raise ValueError(f"{type(owner).__name__}({name}={value!r}) must be from 0 to below 1.")
+
+
+def check_range(owner: object, dtype: torch.dtype) -> None:
+    """Refuse float16, in which squares of ordinary gradients are 0.
+
+    Raises:
+        RuntimeError: Saying what to do.
+    """
+    if dtype == torch.float16:
+        raise RuntimeError(
+            f"{type(owner).__name__} got parameters in torch.float16, where squares of gradients below 1e-4 are 0 and "
+            "those above 256 infinite. Keep the parameters in float32, as "
+            'HybridPTDPStrategy does with Trainer(precision="16-true").'
+        )

@@ -1,0 +1,196 @@
+"""Adafactor: second moments of matrices as means of their rows and columns, and no first moments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import override
+
+from lightning_hybrid.compat import foreach
+from lightning_hybrid.optim.arguments import check_at_least, check_range
+from lightning_hybrid.optim.base import Member, Request, Update, WholeTensorOptimizer
+from lightning_hybrid.optim.norms import squared_norms
+from lightning_hybrid.optim.wholes import Contribution
+
+LEAST = 1e-37  # a normal number of float32 and bfloat16, and so is its inverse
+
+
+class Adafactor(WholeTensorOptimizer):
+    r"""Adaptive rates from second moments that are kept as the means of rows and of columns.
+
+    For step $t$ of a matrix $w$ with gradient $g$ and $\beta_t = 1 - t^{\tau}$
+
+    $$R_i \leftarrow \beta_t R_i + (1 - \beta_t) \, \mathrm{mean}_j (g_{ij}^2 + \epsilon_1), \qquad
+    C_j \leftarrow \beta_t C_j + (1 - \beta_t) \, \mathrm{mean}_i (g_{ij}^2 + \epsilon_1),$$
+
+    $$u_{ij} = g_{ij} \sqrt{\frac{\mathrm{mean}(R)}{R_i C_j}}, \qquad
+    w \leftarrow w - \rho_t \max(\epsilon_2, \mathrm{RMS}(w)) \, \frac{u}{\max(1, \mathrm{RMS}(u) / d)}, \qquad
+    \rho_t = \min(\mathrm{lr}, 1 / \sqrt t).$$
+
+    Means and root mean squares are those of whole tensors, however they are sharded. A tensor with more dimensions is a
+    batch of matrices over its two largest ones (the later of equal ones), so that a convolution `[64, 32, 3, 3]` has
+    nine of 64 x 32. One whose second largest dimension is below `min_dim_size_to_factor`, such as a bias, keeps
+    $V \leftarrow \beta_t V + (1 - \beta_t) (g^2 + \epsilon_1)$ whole, and $u = g / \sqrt V$.
+
+    Args:
+        params: Parameters or groups.
+        lr: The largest $\rho_t$: how far a tensor goes in a step, as a part of its own root mean square.
+        beta2_decay: $\tau$, from -1 to below 0.
+        eps: $\epsilon_1$, above the least number of float32, and $\epsilon_2$.
+        clip_threshold: $d$.
+        weight_decay: Decoupled: weights are first multiplied by $1 - \mathrm{lr} \cdot$ `weight_decay`, as torch does.
+        scale_parameter: Whether the factor $\max(\epsilon_2, \mathrm{RMS}(w))$ counts, and is 1 otherwise.
+        relative_step: Whether $1 / \sqrt t$ counts; otherwise $\rho_t$ is `lr`, for a schedule of one's own.
+        min_dim_size_to_factor: Least length of both dimensions of a matrix, at least 1.
+
+    Raises:
+        ValueError: If an option is outside its range.
+
+    Source: Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost (2018), algorithms 4 to 6.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        *,
+        beta2_decay: float = -0.8,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0,
+        weight_decay: float = 0.0,
+        scale_parameter: bool = True,
+        relative_step: bool = True,
+        min_dim_size_to_factor: int = 32,
+    ) -> None:
+        check_at_least(self, 0, lr=lr, eps2=eps[1], weight_decay=weight_decay)
+        check_at_least(self, LEAST, eps1=eps[0], clip_threshold=clip_threshold)
+        check_at_least(self, 1, min_dim_size_to_factor=min_dim_size_to_factor)
+        if not -1 <= beta2_decay < 0:
+            raise ValueError(f"Adafactor(beta2_decay={beta2_decay!r}) must be from -1 to below 0.")
+        defaults = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "clip_threshold": clip_threshold}
+        defaults |= {"weight_decay": weight_decay, "scale_parameter": scale_parameter, "relative_step": relative_step}
+        super().__init__(params, defaults | {"min_dim_size_to_factor": min_dim_size_to_factor})
+
+    @override
+    def update(self, group: dict[str, Any], members: Sequence[Member]) -> Update:
+        """As `WholeTensorOptimizer` says."""
+        check_range(self, members[0].data.dtype)
+        factors = Factors([m for m in members if is_factored(m.shape, group["min_dim_size_to_factor"])])
+        others = [m for m in members if not is_factored(m.shape, group["min_dim_size_to_factor"])]
+        members, count = [*factors.members, *others], len(factors.members)
+        data, gradients = [member.data for member in members], [member.gradient for member in members]
+        steps = [member.advance() for member in members]
+        newness = [step ** group["beta2_decay"] for step in steps]
+        eps = data[0].new_full((), group["eps"][0])
+        squares = foreach("addcmul")([eps] * len(members), gradients, gradients)
+        of_data = squared_norms(members, data) if group["scale_parameter"] else []
+        found = yield Request([*of_data, *factors.parts(squares[:count])])
+        means = factors.advance(found[len(of_data) :], newness[:count])
+        directions = factors.directions(gradients[:count], means, squares[:count])
+        if others:
+            moments = [member.entry("exp_avg_sq") for member in others]
+            foreach("lerp_")(moments, squares[count:], newness[count:])
+            directions += foreach("rsqrt")(moments)
+            foreach("mul_")(directions[count:], gradients[count:])
+        of_directions = yield Request(squared_norms(members, directions))
+        rates = (root_mean_squares(members, of_directions) / group["clip_threshold"]).clamp(min=1).reciprocal()
+        if of_data:
+            rates *= root_mean_squares(members, found[: len(of_data)]).clamp(min=group["eps"][1])
+        lr = float(group["lr"])
+        rates *= vector([min(lr, step**-0.5) if group["relative_step"] else lr for step in steps], rates)
+        if group["weight_decay"]:
+            foreach("mul_")(data, 1 - lr * group["weight_decay"])
+        foreach("addcmul_")(data, directions, rates.to(data[0].dtype).unbind(), value=-1.0)
+
+    @override
+    def collapsed(self, entry: str, shape: Sequence[int]) -> frozenset[int]:
+        """As `WholeTensorOptimizer` says."""
+        if entry not in {"exp_avg_sq_row", "exp_avg_sq_col"}:
+            return frozenset()
+        row, column = matrix_dims(shape)
+        return frozenset({column if entry == "exp_avg_sq_row" else row})
+
+
+class Factors:
+    """Second moments of matrices, or batches of matrices.
+
+    Rows and columns keep the dimensions of the parameter; a mean over one leaves it with length 1.
+
+    Args:
+        members: Parameters of one type.
+    """
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.members = members
+        self.dims = [matrix_dims(member.shape) for member in members]
+        self.rows = [m.entry("exp_avg_sq_row", {column}) for m, (_, column) in zip(members, self.dims, strict=True)]
+        self.columns = [m.entry("exp_avg_sq_col", {row}) for m, (row, _) in zip(members, self.dims, strict=True)]
+
+    def parts(self, squares: Sequence[Tensor]) -> list[Contribution]:
+        """Sums of squares over columns, over rows and over both, and of the present rows."""
+        over_columns, over_rows, over_both, of_rows = [], [], [], []
+        for member, (row, column), values, present in zip(self.members, self.dims, squares, self.rows, strict=True):
+            sums = values.sum(column, keepdim=True)
+            over_columns.append(member.part(sums, {column}))
+            over_rows.append(member.part(values.sum(row, keepdim=True), {row}))
+            over_both.append(member.part(sums.sum(row, keepdim=True), {row, column}))
+            of_rows.append(member.part(present.sum(row, keepdim=True), {row}))
+        return [*over_columns, *over_rows, *over_both, *of_rows]
+
+    def advance(self, sums: Sequence[Tensor], newness: Sequence[float]) -> list[Tensor]:
+        """Move the moments.
+
+        Args:
+            sums: Those of `parts`, over whole tensors.
+            newness: Weights of the new squares.
+
+        Returns:
+            Means of the rows; from sums that came with the others, so that there is one exchange less.
+        """
+        if not self.members:
+            return []
+        sizes = [[m.shape[dim] for dim in dims] for m, dims in zip(self.members, self.dims, strict=True)]
+        num_rows, num_columns = map(list, zip(*sizes, strict=True))
+        means = foreach("div")(list(sums), [*num_columns, *num_rows, *map(math.prod, sizes), *num_rows])
+        *new, of_rows = (means[i : i + len(sizes)] for i in range(0, len(means), len(sizes)))
+        foreach("lerp_")([*self.rows, *self.columns, *of_rows], list(chain(*new)), [*newness] * 3)
+        return of_rows
+
+    def directions(self, gradients: Sequence[Tensor], means: Sequence[Tensor], out: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients over the roots of what the factors make, in the memory `out`; no product of two underflows."""
+        if not self.members:
+            return []
+        of_rows, of_columns = foreach("rsqrt")(self.rows), foreach("rsqrt")(self.columns)
+        foreach("mul_")(of_rows, foreach("sqrt")(list(means)))
+        for gradient, column, direction in zip(gradients, of_columns, out, strict=True):
+            torch.mul(gradient, column, out=direction)
+        foreach("mul_")(list(out), of_rows)
+        return list(out)
+
+
+def root_mean_squares(members: Sequence[Member], squared: Sequence[Tensor]) -> Tensor:
+    """Of whole tensors, as one vector, from sums of squares."""
+    sums = torch.stack(list(squared))
+    return (sums / vector([max(1, math.prod(member.shape)) for member in members], sums)).sqrt()
+
+
+def vector(values: Sequence[float], like: Tensor) -> Tensor:
+    """Numbers in the type and on the device of a tensor, for which nothing waits."""
+    return torch.tensor(values, dtype=like.dtype).to(like.device, non_blocking=True)
+
+
+def matrix_dims(shape: Sequence[int]) -> tuple[int, int]:
+    """The two longest dimensions in order, the later ones of equal ones."""
+    row, column = sorted(sorted(range(len(shape)), key=lambda dim: (shape[dim], dim))[-2:])
+    return row, column
+
+
+def is_factored(shape: Sequence[int], least: int) -> bool:
+    """Whether a tensor's second longest dimension has that length."""
+    return len(shape) >= 2 and sorted(shape)[-2] >= least
