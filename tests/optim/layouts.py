@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hybrid.experts import MoELayer
-from lightning_hybrid.optim import Lamb, Lars
+from lightning_hybrid.optim import SM3, Adafactor, Lamb, Lars
 from tests.small import Small, hybrid, trainer_of
 from tests.test_expert_parity import WIDTH, data, loader
 
@@ -18,6 +18,9 @@ OPTIMIZERS = {
     "lars-all": partial(Lars, lr=0.5, momentum=0.9, nesterov=True, adapt=True, max_trust_ratio=0.05),
     "lamb": partial(Lamb, lr=0.05, weight_decay=0.1, eps=1e-3),
     "lamb-plain": partial(Lamb, lr=0.05, bias_correction=False, adapt=True, weight_norm_bounds=(0.0, 1.5), eps=1e-3),
+    "adafactor": partial(Adafactor, lr=0.05, weight_decay=0.1, min_dim_size_to_factor=5),
+    "adafactor-plain": partial(Adafactor, lr=0.01, scale_parameter=False, relative_step=False),
+    "sm3": partial(SM3, lr=0.1, momentum=0.9, weight_decay=0.1),
 }
 
 

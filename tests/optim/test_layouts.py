@@ -23,10 +23,14 @@ ROWS = [
 ]
 
 
+PRODUCT = [(optimizer, row) for row in ROWS for optimizer in OPTIMIZERS]
+TABLE = PRODUCT[::3]  # by turns: each optimizer in a third of the layouts, each layout with a third of the optimizers
+
+
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_layout_gives_the_numbers_of_one_process(size):
-    rows = [row for row in ROWS if row.size == size]
-    tasks = [(optimizer, row) for row in rows for optimizer in OPTIMIZERS]
+@pytest.mark.parametrize("table", [TABLE, pytest.param(PRODUCT, marks=pytest.mark.full)], ids=["table", "product"])
+def test_every_layout_gives_the_numbers_of_one_process(size, table):
+    tasks = [(optimizer, row) for optimizer, row in table if row.size == size]
     expected = dict(zip(OPTIMIZERS, train_all([(name, Row()) for name in OPTIMIZERS]), strict=True))
     outcomes = run_trainers(size, train_all, tasks, timeout=300)[0]
     for (optimizer, row), found in zip(tasks, outcomes, strict=True):
