@@ -4,6 +4,7 @@ import inspect
 import io
 import pickle
 import signal
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,11 +17,12 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torchmetrics import SumMetric
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_hybrid import compat
+from lightning_hybrid.optim import SM3, Lamb
 from tests.launch import run_ranks
 from tests.small import Small, fit, hybrid, loader, trainer_of
 
@@ -643,3 +645,24 @@ def test_an_operation_on_lists_is_the_operation_on_each():
     assert torch.equal(first[0], torch.arange(3.0) + 2)
     assert torch.equal(first[1], torch.full((2, 2), 5.0))
     assert [norm.item() for norm in compat.foreach("norm")(second, 2, dtype=torch.float64)] == [3**0.5, 4.0]
+
+
+def flattened_parts():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = FullyShardedDataParallel(nn.Linear(3, 4), use_orig_params=True, device_id=torch.device("cpu"))
+    refused = []
+    for kind in (Lamb, SM3):
+        try:
+            kind(module.parameters(), lr=0.1)
+        except RuntimeError as error:
+            refused.append(str(error))
+    return [compat.is_flattened(parameter) for parameter in module.parameters()], refused
+
+
+def test_pieces_of_flat_parameters_are_known_and_refused_where_wholes_are_needed():
+    assert not compat.is_flattened(nn.Parameter(torch.ones(2)))
+    for known, refused in run_ranks(2, flattened_parts):
+        assert known == [True, True]
+        assert len(refused) == 2
+        assert all("Shard with fully_shard instead" in message for message in refused)

@@ -38,7 +38,8 @@ def _lightning(args: list[str] | None) -> None:  # None lets Lightning read sys.
     """Run ``fit``, ``validate``, ``test`` or ``predict``; any model and data by ``class_path``, strategies by name."""
     from lightning.pytorch.cli import LightningCLI  # here, so that the tools start without it
 
-    import_module("lightning_hybrid.callbacks")  # with the package, which registers strategies: all have short names
+    for part in ("callbacks", "optim"):  # with the package, which registers strategies: all have short names
+        import_module(f"lightning_hybrid.{part}")
     tools = "; ".join(f"{name}: {line}" for name, line in TOOLS.items())
     LightningCLI(
         args=args,

@@ -1,4 +1,4 @@
-"""Adafactor and SM3 on shards that DTensors tell of: the numbers of whole tensors, and checkpoints of torch's own."""
+"""Optimizers on shards that DTensors tell of: the numbers of whole tensors, and checkpoints of torch's own."""
 
 from functools import partial
 
@@ -14,11 +14,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing import assert_close
 
-from lightning_hybrid.optim import SM3, Adafactor
+from lightning_hybrid.optim import SM3, Adafactor, Lamb, Lars
 from tests.launch import run_ranks
 from tests.optim.steps import SHAPES, draw, take_steps
 
 MAKES = [
+    partial(Lars, lr=0.1, weight_decay=0.1),
+    partial(Lamb, lr=0.1, weight_decay=0.1),
     partial(Adafactor, lr=0.1, weight_decay=0.1, min_dim_size_to_factor=2),
     partial(SM3, lr=0.1, momentum=0.9, weight_decay=0.1),
 ]

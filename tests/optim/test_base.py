@@ -1,0 +1,83 @@
+"""What all optimizers over whole tensors refuse, and how their sums travel."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_hybrid.optim import SM3, Adafactor, Lamb, Lars
+from lightning_hybrid.optim.base import Request, run
+from lightning_hybrid.optim.wholes import Contribution, Dealing
+
+KINDS = [Adafactor, Lamb, Lars, SM3]
+
+
+class Axis:
+    """Two ranks that have the same; keeps what it was asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def reduce(self, values, operation):
+        self.asked.append((operation, values.tolist()))
+        return values * 2 if operation == "sum" else values + 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_complex_parameters_are_refused_when_an_optimizer_is_made(kind):
+    with pytest.raises(RuntimeError, match="complex numbers"):
+        kind([nn.Parameter(torch.ones(3, dtype=torch.complex64))], lr=0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sparse_gradients_are_refused(kind):
+    embedding = nn.Embedding(4, 3, sparse=True)
+    optimizer = kind(embedding.parameters(), lr=0.1)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="a sparse gradient"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_closure_is_called_once_with_gradients(kind):
+    parameter = nn.Parameter(torch.ones(3, 3))
+    optimizer = kind([parameter], lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = parameter.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 9
+    assert (parameter < 1).all()
+
+
+def test_parts_of_all_updates_travel_together_once_for_each_axis():
+    one, other = Axis(), Axis()
+    answers = []
+
+    def first():
+        both = [Dealing(0, one, 4), Dealing(1, other, 4)]
+        parts = [Contribution(torch.tensor(1.0), both), Contribution(torch.tensor([2.0, 3.0]), both, {1})]
+        answers.append((yield Request(parts)))
+        answers.append((yield Request([Contribution(torch.tensor(5.0), both, {0})], "max")))
+
+    def second():
+        answers.append((yield Request([Contribution(torch.tensor(4.0, dtype=torch.bfloat16), [Dealing(0, one, 4)])])))
+
+    run([first(), second()])
+    assert one.asked == [("sum", [1.0, 4.0]), ("max", [5.0])]
+    assert other.asked == [("sum", [2.0, 2.0, 3.0])]
+    assert [[value.tolist() for value in answer] for answer in answers] == [[4.0, [4.0, 6.0]], [8.0], [6.0]]
+    assert answers[1][0].dtype == torch.bfloat16
+
+
+def test_a_maximum_with_nan_on_another_rank_is_infinite():
+    axis, found = Axis(), []
+
+    def update():
+        found.extend((yield Request([Contribution(torch.tensor([torch.nan, 1.0]), [Dealing(0, axis, 4)])], "max")))
+
+    run([update()])
+    assert axis.asked == [("max", [torch.inf, 1.0])]
+    assert found[0].tolist() == [torch.inf, 2.0]
