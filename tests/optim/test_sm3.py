@@ -35,11 +35,12 @@ def test_twenty_steps_are_those_of_the_equations(beta, decay):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_all_shapes_go_as_pytorch_optimizer_lets_them(momentum):
-    reference = pytest.importorskip("pytorch_optimizer").SM3
+    from pytorch_optimizer import SM3 as Reference  # takes seconds
+
     shapes = [shape for shape in steps.SHAPES if 0 not in shape]
     (ours, gradients), (theirs, _) = steps.draw(shapes, steps.NUM_STEPS), steps.draw(shapes, steps.NUM_STEPS)
     steps.take_steps(SM3(ours, lr=0.1, momentum=momentum), ours, gradients)
-    steps.take_steps(reference(theirs, lr=0.1, momentum=momentum), theirs, gradients)
+    steps.take_steps(Reference(theirs, lr=0.1, momentum=momentum), theirs, gradients)
     for parameter, expected in zip(ours, theirs, strict=True):
         assert_close(parameter, expected, rtol=1e-12, atol=1e-14)
 
