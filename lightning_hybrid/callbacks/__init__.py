@@ -7,6 +7,7 @@ from lightning_hybrid.callbacks.communication_ledger import CommunicationLedger
 from lightning_hybrid.callbacks.expert_monitor import ExpertMonitor
 from lightning_hybrid.callbacks.memory_ledger import MemoryLedger
 from lightning_hybrid.callbacks.parameter_offload import ParameterOffload
+from lightning_hybrid.callbacks.weight_decay_rules import WeightDecayRules
 
 __all__ = [
     "ActivationCompression",
@@ -16,4 +17,5 @@ __all__ = [
     "ExpertMonitor",
     "MemoryLedger",
     "ParameterOffload",
+    "WeightDecayRules",
 ]

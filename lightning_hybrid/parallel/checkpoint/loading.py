@@ -18,6 +18,11 @@ from lightning_hybrid.parallel.zero.shards import shard_like
 # options that torch's schedulers and weight averaging add to groups, and what says which parameters a group has
 SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "params", "param_names"}
 
+WAY_OUT = (
+    "Resume with the optimizer that was saved and with its groups, which rules of weight decay make too, or load the "
+    "weights alone (load_from_checkpoint)."
+)
+
 
 def load_model_state(engine: Engine, outline: Outline, state: Mapping[str, Any], *, strict: bool) -> None:
     """Load the part of a whole model's state that is on this rank.
@@ -183,8 +188,14 @@ def _check_groups(
     if found != here or strange:
         raise ValueError(
             f"The checkpoint's {type(optimizer).__name__} has groups of {found} parameters and the present one has "
-            f"{here}{f', without {strange[:3]}' if strange else ''}. Resume with the optimizer that was saved, or load "
-            "the weights alone (load_from_checkpoint)."
+            f"{here}{f', without {strange[:3]}' if strange else ''}. {WAY_OUT}"
+        )
+    old_groups = map(set, wanted)
+    moved = [name for old, members in zip(old_groups, names, strict=True) for name in members if name not in old]
+    if moved:
+        raise ValueError(
+            f"The checkpoint's {type(optimizer).__name__} has {moved[:3]} ({len(moved)} in all) in other groups, which "
+            f"have options of their own. {WAY_OUT}"
         )
 
 

@@ -156,6 +156,9 @@ def test_other_groups_are_refused_with_their_sizes():
     strange = [[name.replace("0", "9") for name in NAMES[0]], NAMES[1]]
     with pytest.raises(ValueError, match=r"without \['blocks.9.weight', 'blocks.9.bias'\]"):
         load_whole(engine, torch.optim.AdamW(engine.root.parameters()), NAMES, saved, strange)
+    exchanged = [NAMES[1] + NAMES[0][1:], NAMES[0][:1]]
+    with pytest.raises(ValueError, match=r"has \['blocks.0.weight', 'embed.weight'\] \(2 in all\) in other groups"):
+        load_whole(engine, torch.optim.AdamW(engine.root.parameters()), NAMES, saved, exchanged)
 
 
 def test_numbers_beside_parameters_keep_their_types():
