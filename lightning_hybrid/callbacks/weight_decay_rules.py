@@ -107,12 +107,7 @@ class WeightDecayRules(Callback):
                 f"{type(trainer.strategy).__name__} has not called configure_optimizers, so that WeightDecayRules had "
                 "nothing to split. Return the optimizers there, or leave WeightDecayRules out."
             )
-        if self._saved and self._saved != self._names:
-            raise ValueError(
-                f"The checkpoint's groups were {_briefly(self._saved)}, and with rules={self.rules!r} they are "
-                f"{_briefly(self._names)}. Resume with the rules that were saved, or load the weights alone "
-                "(load_from_checkpoint)."
-            )
+        self._check_saved()
         if self._decays != [_decays_of(optimizer) for optimizer in self._optimizers]:
             rank_zero_warn(
                 "The groups have other weight decays than the rules came to, since a checkpoint's options count. Load "
@@ -167,9 +162,19 @@ class WeightDecayRules(Callback):
         self._names = [
             [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups] for optimizer in optimizers
         ]
+        self._check_saved()  # a checkpoint is restored before or after this, as the strategy has it
         self._optimizers, self._decays = optimizers, [_decays_of(optimizer) for optimizer in optimizers]
         self._rows = self._count(numbers, name_of)
         self._warn(numbers)
+
+    def _check_saved(self) -> None:
+        """Refuse groups of other parameters, which torch would take if there are as many, with the states exchanged."""
+        if self._saved and self._saved != self._names:
+            raise ValueError(
+                f"The checkpoint's groups were {_briefly(self._saved)}, and with rules={self.rules!r} they are "
+                f"{_briefly(self._names)}. Resume with the rules that were saved, or load the weights alone "
+                "(load_from_checkpoint)."
+            )
 
     def _numbers(self, optimizers: Sequence[Optimizer], where: Mapping[int, Place]) -> dict[int, int]:
         """Of each parameter of the optimizers, by `id`, the number of its rule; that of all rules together for none."""
