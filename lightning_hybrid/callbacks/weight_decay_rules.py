@@ -169,10 +169,11 @@ class WeightDecayRules(Callback):
 
     def _check_saved(self) -> None:
         """Refuse groups of other parameters, which torch would take if there are as many, with the states exchanged."""
-        if self._saved and self._saved != self._names:
+        moved = _moved(self._names, self._saved) if self._saved else []
+        if moved:
             raise ValueError(
-                f"The checkpoint's groups were {_briefly(self._saved)}, and with rules={self.rules!r} they are "
-                f"{_briefly(self._names)}. Resume with the rules that were saved, or load the weights alone "
+                f"The checkpoint has {', '.join(moved[:3])} ({len(moved)} in all) in other groups than "
+                f"rules={self.rules!r} make. Resume with the rules that were saved, or load the weights alone "
                 "(load_from_checkpoint)."
             )
 
@@ -255,7 +256,12 @@ def _decays_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [weight_decays(group) for group in optimizer.param_groups]
 
 
-def _briefly(names: Sequence[Sequence[Sequence[str]]]) -> str:
-    """Groups by their number of parameters and the first of them."""
-    groups = [group for groups in names for group in groups]
-    return "; ".join(f"{len(group)} with {group[0]}" if group else "0" for group in groups)
+def _moved(here: Sequence[Sequence[Sequence[str]]], there: Sequence[Sequence[Sequence[str]]]) -> list[str]:
+    """Names that are in other groups in one of the two."""
+    placed = [
+        {(i, j, name): name for i, groups in enumerate(names) for j, group in enumerate(groups) for name in group}
+        for names in (here, there)
+    ]
+    return list(
+        dict.fromkeys(name for own in placed for place, name in own.items() if not all(place in one for one in placed))
+    )
