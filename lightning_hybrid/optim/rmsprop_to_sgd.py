@@ -1,0 +1,116 @@
+"""RMSprop that becomes momentum SGD: the start of training that very large batches need."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import override
+
+from lightning_hybrid.compat import foreach
+from lightning_hybrid.functional.transitions import literal_transition_weight, transition_weight
+from lightning_hybrid.optim.arguments import check_at_least, check_fraction
+from lightning_hybrid.optim.base import Member, Update, WholeTensorOptimizer
+
+
+class RMSpropToSGD(WholeTensorOptimizer):
+    r"""RMSprop at first, momentum SGD in the end, and between them a sum of both.
+
+    With the share $a$ of SGD, which grows with the epoch (see `transition_weight`), the step is
+
+    $$m \leftarrow \mu_2 m + (1 - \mu_2) g^2, \qquad
+    r = (1 - a) \frac{\eta_\mathrm{rms}}{\mathrm{lr}}, \qquad
+    d \leftarrow \mu_1 d - \left(a + \frac{r}{\sqrt m + \epsilon}\right) g, \qquad w \leftarrow w + \mathrm{lr} \, d.$$
+
+    It works element by element, and so on any shard.
+
+    RMSprop's rate is its own: `lr` is that of SGD. Since $r$ divides by `lr`, a step with `lr` 0 counts $r$ as 0 and
+    moves nothing; it still takes the gradient into $m$, and its share $a$ into $d$. Past steps in $d$, those of RMSprop
+    too, go with the present `lr`: where that grows tenfold from one step to the next, so do they. Let warm-ups grow
+    evenly.
+
+    Args:
+        params: Parameters or groups.
+        lr: Rate of SGD.
+        steps_per_epoch: Optimizer steps of an epoch, above 0; need not be a whole number.
+        center: Epochs after which $a$ is one half.
+        period: Epochs: half of it after the center, $a$ is 1. Above 0.
+        momentum: $\mu_1$, from 0 to below 1.
+        rms_decay: $\mu_2$, from 0 to below 1.
+        rms_lr: $\eta_\mathrm{rms}$, rate of RMSprop.
+        eps: $\epsilon$, above 0.
+        weight_decay: Factor of $w$ that is added to $g$ first.
+        literal: Take $a$ as it circulates, see `literal_transition_weight`: for a quarter of the period it is above 1,
+            so that $r$ is negative and RMSprop's part goes uphill. Nothing is limited.
+
+    Raises:
+        ValueError: If an option is outside its range.
+
+    Source: Akiba, Suzuki and Fukuda, Extremely Large Minibatch SGD: Training ResNet-50 on ImageNet in 15 Minutes
+        (2017), arXiv:1711.04325; the defaults are its constants. Ours: weight decay, and a line of half the slope.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        *,
+        steps_per_epoch: float,
+        center: float = 10.0,
+        period: float = 5.0,
+        momentum: float = 0.9,
+        rms_decay: float = 0.99,
+        rms_lr: float = 3e-4,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        literal: bool = False,
+    ) -> None:
+        check_at_least(self, 0, lr=lr, center=center, rms_lr=rms_lr, weight_decay=weight_decay)
+        check_fraction(self, momentum=momentum, rms_decay=rms_decay)
+        for name, value in {"steps_per_epoch": steps_per_epoch, "period": period, "eps": eps}.items():
+            if not 0 < value < math.inf:
+                raise ValueError(f"RMSpropToSGD({name}={value!r}) must be a finite number above 0.")
+        defaults = {"lr": lr, "steps_per_epoch": steps_per_epoch, "center": center, "period": period}
+        defaults |= {"momentum": momentum, "rms_decay": rms_decay, "rms_lr": rms_lr, "eps": eps}
+        super().__init__(params, {**defaults, "weight_decay": weight_decay, "literal": literal})
+
+    @override
+    def update(self, group: dict[str, Any], members: Sequence[Member]) -> Update:
+        """As `WholeTensorOptimizer` says; there is nothing to sum."""
+        curve = literal_transition_weight if group["literal"] else transition_weight
+        by_count: dict[float, list[Member]] = {}
+        for member in members:
+            by_count.setdefault(member.advance() - 1, []).append(member)
+        for count, alike in by_count.items():
+            _move(group, alike, curve(count / group["steps_per_epoch"], group["center"], group["period"]))
+        yield from ()
+
+
+def _move(group: dict[str, Any], members: Sequence[Member], share: float) -> None:
+    """One step of parameters of which SGD has the same share."""
+    lr = float(group["lr"])
+    data, gradients = [member.data for member in members], [member.gradient for member in members]
+    squares, buffers = ([member.entry(name) for member in members] for name in ("square_avg", "momentum_buffer"))
+    if group["weight_decay"]:
+        gradients = foreach("add")(gradients, data, alpha=group["weight_decay"])
+    foreach("mul_")(squares, group["rms_decay"])
+    foreach("addcmul_")(squares, gradients, gradients, value=1 - group["rms_decay"])
+    foreach("mul_")(buffers, group["momentum"])
+    foreach("add_")(buffers, gradients, alpha=-share)
+    if not lr:
+        return
+    ratio = (1 - share) * group["rms_lr"] / lr
+    if ratio:
+        foreach("add_")(buffers, _normalised(gradients, squares, group["eps"]), alpha=-ratio)
+    foreach("add_")(data, buffers, alpha=lr)
+
+
+def _normalised(gradients: Sequence[Tensor], squares: Sequence[Tensor], eps: float) -> list[Tensor]:
+    r"""$g / (\sqrt m + \epsilon)$."""
+    divisors = foreach("sqrt")(squares)
+    foreach("add_")(divisors, eps)
+    normalised: list[Tensor] = foreach("div")(gradients, divisors)
+    return normalised
