@@ -6,5 +6,15 @@ from lightning_hybrid.optim.lamb import Lamb
 from lightning_hybrid.optim.lars import Lars
 from lightning_hybrid.optim.rmsprop_to_sgd import RMSpropToSGD
 from lightning_hybrid.optim.sm3 import SM3
+from lightning_hybrid.optim.transition import OptimizerTransition
 
-__all__ = ["SM3", "Adafactor", "Lamb", "Lars", "RMSpropToSGD", "linear_schedule", "transition_schedule"]
+__all__ = [
+    "SM3",
+    "Adafactor",
+    "Lamb",
+    "Lars",
+    "OptimizerTransition",
+    "RMSpropToSGD",
+    "linear_schedule",
+    "transition_schedule",
+]

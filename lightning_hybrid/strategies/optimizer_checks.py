@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import LBFGS, Adafactor, Muon, Optimizer, Rprop
 
+from lightning_hybrid.optim.transition import flattened
 from lightning_hybrid.parallel.experts.parallel import parameters_of_experts
 from lightning_hybrid.parallel.mesh import Layout
 
@@ -30,7 +31,7 @@ def check_optimizers(
         experts = parameters_of_experts(module)
         with_experts = [o for o in optimizers if any(p in experts for g in o.param_groups for p in g["params"])]
         _check_work_on_slices(with_experts, "expert_parallel_size", layout.expert)
-    for optimizer in optimizers:
+    for optimizer in flattened(optimizers):
         if isinstance(optimizer, Adafactor | Rprop) and sharded:
             raise ValueError(
                 f"torch.optim.{type(optimizer).__name__} cannot work on sharded parameters. Set zero_stage=0, or "
@@ -44,7 +45,7 @@ def check_optimizers(
 
 
 def _check_work_on_slices(optimizers: Sequence[Optimizer], keyword: str, size: int) -> None:
-    for optimizer in optimizers:
+    for optimizer in flattened(optimizers):
         name = type(optimizer).__name__
         if isinstance(optimizer, Adafactor | Muon):
             raise ValueError(

@@ -60,7 +60,8 @@ class ParameterGroups:
         for optimizer, groups in zip(self._optimizers, self.names, strict=True):
             for group, names in zip(optimizer.param_groups, groups, strict=True):
                 whole = [name for name in names if name in loose]
-                option = next((name for name in ("fused", "foreach") if group.get(name)), None)
+                many = (name for name, value in group.items() if name.endswith(("fused", "foreach")) and value)
+                option = next(many, None)
                 if option is not None and 0 < len(whole) < len(names):
                     raise ValueError(
                         f"{type(optimizer).__name__}({option}=True) has {', '.join(whole[:5])} ({len(whole)} in all) "

@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch.optim import Adafactor, Optimizer, Rprop
 
+from lightning_hybrid.optim.transition import flattened
 from lightning_hybrid.parallel.engine import Engine
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-true", "16-mixed")
@@ -83,7 +84,7 @@ def check_masters(precision: Precision, module: LightningModule, optimizers: Seq
             "float32 masters, and a step that runs its own backward passes would meet 16-bit copies. Let Lightning "
             "optimize, or choose precision='bf16-mixed'."
         )
-    for optimizer in optimizers:
+    for optimizer in flattened(optimizers):
         if isinstance(optimizer, Adafactor | Rprop):
             raise ValueError(
                 f"torch.optim.{type(optimizer).__name__} cannot work on the sharded masters of "

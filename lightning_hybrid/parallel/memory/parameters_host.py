@@ -130,5 +130,5 @@ def move_states(optimizers: Iterable[Optimizer]) -> None:
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for name, value in state.items() if isinstance(state, dict) else ():
-                if isinstance(value, Tensor) and name != "step":
+                if isinstance(value, Tensor) and not name.endswith("step"):
                     state[name] = value.to(parameter.device)
