@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_hybrid.compat import foreach
 from lightning_hybrid.functional.transitions import literal_transition_weight, transition_weight
-from lightning_hybrid.optim.arguments import check_at_least, check_fraction
+from lightning_hybrid.optim.arguments import check_at_least, check_fraction, check_range
 from lightning_hybrid.optim.base import Member, Update, WholeTensorOptimizer
 
 
@@ -53,6 +53,8 @@ class RMSpropToSGD(WholeTensorOptimizer):
         (2017), arXiv:1711.04325; the defaults are its constants. Ours: weight decay, and a line of half the slope.
     """
 
+    is_elementwise = True
+
     def __init__(
         self,
         params: ParamsT,
@@ -80,6 +82,7 @@ class RMSpropToSGD(WholeTensorOptimizer):
     @override
     def update(self, group: dict[str, Any], members: Sequence[Member]) -> Update:
         """As `WholeTensorOptimizer` says; there is nothing to sum."""
+        check_range(self, members[0].data.dtype)
         curve = literal_transition_weight if group["literal"] else transition_weight
         by_count: dict[float, list[Member]] = {}
         for member in members:

@@ -30,7 +30,7 @@ def check_alone(optimizer: Optimizer) -> None:
     if optimizer.defaults.get("differentiable"):
         raise ValueError(f"{name}(differentiable=True) in an OptimizerTransition: there is no gradient of its step.")
     for index, group in enumerate(optimizer.param_groups):
-        if "lr" not in group:
+        if group.get("lr") is None:
             raise ValueError(
                 f"Group {index} of {name} has no lr, of which an OptimizerTransition's lr is a factor. Choose an "
                 "optimizer with one."

@@ -94,6 +94,12 @@ def test_parameters_without_gradients_wait_in_their_own_epoch():
     assert [int(optimizer.state[p]["step"]) for p in held] == [20, 10, 20]
 
 
+def test_float16_is_refused():
+    held = [nn.Parameter(torch.ones(2, dtype=torch.float16))]
+    with pytest.raises(RuntimeError, match=r"RMSpropToSGD got parameters in torch\.float16"):
+        step(RMSpropToSGD(held, 0.1, steps_per_epoch=1), held, [torch.ones(2, dtype=torch.float16)])
+
+
 @pytest.mark.parametrize(
     "options", [{"period": 0}, {"steps_per_epoch": 0}, {"eps": 0}, {"momentum": 1}, {"rms_lr": -1}, {"center": -1}]
 )

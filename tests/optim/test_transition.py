@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Adagrad, AdamW, SparseAdam
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_hybrid.optim import Lamb, Lars, OptimizerTransition, linear_schedule, transition_schedule
+from lightning_hybrid.optim import SM3, Adafactor, Lamb, Lars, OptimizerTransition, linear_schedule, transition_schedule
 from lightning_hybrid.optim.transition import flattened
 from tests.optim.by_hand_transition import mean_of_two
 
@@ -21,8 +21,10 @@ MAKE = {
     "lamb": lambda groups: Lamb(groups, 0.02, weight_decay=0.1),
     "lars": lambda groups: Lars(groups, 0.1, trust_coefficient=0.1),
     "adagrad": lambda groups: Adagrad(groups, 0.05),
+    "adafactor": lambda groups: Adafactor(groups, 0.05, min_dim_size_to_factor=2),
+    "sm3": lambda groups: SM3(groups, 0.05, momentum=0.9),
 }
-PAIRS = [("adamw", "sgd"), ("lamb", "lars"), ("adagrad", "adamw")]
+PAIRS = [("adamw", "sgd"), ("lamb", "lars"), ("adagrad", "adamw"), ("adafactor", "sm3")]
 each_pair = pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 
 
@@ -279,17 +281,21 @@ def test_transitions_may_be_in_a_row():
 
 def test_optimizers_of_whole_tensors_are_reached():
     held = parameters()
-    lamb, sgd = Lamb(held), SGD(held, 0.1)
-    lamb.collapsed = lambda entry, shape: frozenset({len(shape)} if entry == "rows" else ())
-    optimizer = OptimizerTransition(lamb, sgd, at_half)
+    sm3, sgd = SM3(held, 0.1), SGD(held, 0.1)
+    optimizer = OptimizerTransition(sm3, sgd, at_half)
     optimizer.extra_dealings = dict
-    assert lamb.extra_dealings is optimizer.extra_dealings is not None
+    assert sm3.extra_dealings is optimizer.extra_dealings is dict
     assert not hasattr(sgd, "extra_dealings")
-    assert [optimizer.collapsed(entry, (3, 2)) for entry in ("first_rows", "first_exp_avg", "second_rows")] == [
-        {2},
-        set(),
-        set(),
-    ]
+    assert optimizer.collapsed("first_accumulator_1", (4, 3)) == {0}
+    assert optimizer.collapsed("first_momentum_buffer", (4, 3)) == set()
+    assert optimizer.collapsed("second_accumulator_1", (4, 3)) == set()
+
+
+def test_names_of_parameters_stay_with_them():
+    named = [(f"p{index}", parameter) for index, parameter in enumerate(parameters())]
+    optimizer = OptimizerTransition(AdamW(named, 0.1), SGD(named, 0.1), at_half)
+    run(optimizer, [parameter for _, parameter in named], range(2))
+    assert [group["param_names"] for group in optimizer.state_dict()["param_groups"]] == [["p0", "p1", "p2"]]
 
 
 def test_between_steps_the_two_hold_nothing():

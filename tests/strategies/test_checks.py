@@ -3,11 +3,13 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from torch.optim import LBFGS, Adafactor, AdamW, Muon, Rprop
+from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon, Rprop
 
 from lightning_hybrid.experts import MoELayer
+from lightning_hybrid.optim import OptimizerTransition
 from lightning_hybrid.parallel.mesh import Layout
 from lightning_hybrid.parallel.tensor.assignment import STYLES
+from lightning_hybrid.precision import MasterWeights
 from lightning_hybrid.strategies.checks import (
     SCHEDULES,
     check_keywords,
@@ -15,6 +17,7 @@ from lightning_hybrid.strategies.checks import (
     check_steps,
 )
 from lightning_hybrid.strategies.optimizer_checks import check_optimizers
+from lightning_hybrid.strategies.precisions import check_masters
 
 DEFAULTS = {
     "pipeline_parallel_size": "auto",
@@ -178,6 +181,34 @@ def test_optimizers_that_repeat_the_step_are_refused_by_name():
     for kind in (Adafactor, Rprop):
         with pytest.raises(ValueError, match=rf"{kind.__name__} cannot work on sharded parameters\. Set zero_stage=0"):
             check_optimizers([kind([weight])], Usual(), Layout(2, 2), SHARDED)
+
+
+def test_both_optimizers_of_a_transition_are_looked_at():
+    module = Usual()
+    module.layer = MoELayer(4, 4, 2)
+    over_experts = Layout(1, 2, expert=2)
+    for kind, layout, options in (
+        (Adafactor, Layout(2, 2), SHARDED),
+        (Rprop, Layout(2, 2), SHARDED),
+        (Adafactor, Layout(1, 1, 2), OPTIONS),
+        (Adafactor, over_experts, OPTIONS),
+    ):
+        both = OptimizerTransition(held_by(AdamW, module), held_by(kind, module), float)
+        with pytest.raises(ValueError, match=rf"torch\.optim\.{kind.__name__} "):
+            check_optimizers([both], module, layout, options)
+    with pytest.raises(ValueError, match=r"torch\.optim\.Rprop cannot work on the sharded masters"):
+        check_masters(
+            MasterWeights(), module, [OptimizerTransition(held_by(Rprop, module), held_by(AdamW, module), float)]
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        both = OptimizerTransition(held_by(AdamW, module), held_by(SGD, module), float)
+        check_optimizers([both], module, Layout(1, 1, 2), OPTIONS)
+        check_optimizers([both], module, over_experts, OPTIONS)
+
+
+def held_by(kind, module):
+    return kind(module.parameters())
 
 
 @pytest.mark.parametrize("name", ["training_step", "validation_step", "test_step", "predict_step"])

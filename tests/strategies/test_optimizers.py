@@ -1,7 +1,11 @@
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
+from lightning_hybrid.optim import OptimizerTransition, linear_schedule
 from lightning_hybrid.strategies.optimizers import ParameterGroups
 
 
@@ -133,3 +137,27 @@ def test_states_that_are_made_with_the_optimizer_are_cut_like_their_parameters()
     states = [optimizer.state[parameter] for parameter in model.parameters()]
     assert [tuple(state["sum"].shape) for state in states] == [(4, 2), (1, 2), (2,)]
     assert all(state["sum"].eq(0.5).all() and state["step"] == 0 for state in states)
+
+
+def test_a_transition_gives_up_what_is_not_here_and_lets_go_of_it():
+    """Its two optimizers refer to parameters too, which would keep the whole model in memory."""
+    model = Model()
+    first, second = ([{"params": part} for part in parts(model)] for _ in range(2))
+    optimizer = OptimizerTransition(torch.optim.AdamW(first), torch.optim.SGD(second, 0.1), linear_schedule(0, 4))
+    train(optimizer, model)
+    gone = weakref.ref(model.body.weight)
+    ParameterGroups([optimizer], model).keep({"embed.weight": model.embed.weight})
+    del model.body, first, second
+    gc.collect()
+    assert gone() is None
+    train(optimizer, model)
+    assert list(optimizer.state) == [model.embed.weight]
+
+
+def test_an_option_for_many_tensors_counts_in_a_transition_too():
+    model = Model()
+    model.register_parameter("scale", nn.Parameter(torch.ones(())))
+    first, second = torch.optim.SGD(model.parameters(), 0.1), torch.optim.AdamW(model.parameters(), foreach=True)
+    groups = ParameterGroups([OptimizerTransition(first, second, linear_schedule(0, 4))], model)
+    with pytest.raises(ValueError, match=r"OptimizerTransition\(second_foreach=True\) has scale \(1 in all\)"):
+        groups.check_unmixed(model, None)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_hybrid.compat import storage_key
+from lightning_hybrid.optim import OptimizerTransition, linear_schedule
 from lightning_hybrid.parallel.memory import parameters
 from lightning_hybrid.parallel.memory.calls import Order, surround
 from lightning_hybrid.parallel.memory.parameters import ParameterStreaming
@@ -449,9 +450,12 @@ def test_parameters_that_meet_tensors_of_the_device_are_brought_there_and_named(
     assert [id(p) for p in reads.found] == [id(model.shift), id(model.head.weight)]
 
 
-def test_states_lie_where_parameters_are():
+@pytest.mark.parametrize("prefix", ["", "first_"])
+def test_states_lie_where_parameters_are(prefix):
     parameter = nn.Parameter(torch.rand(3))
     optimizer = torch.optim.Adam([parameter])
+    if prefix:
+        optimizer = OptimizerTransition(optimizer, torch.optim.SGD([parameter], 0.1), linear_schedule(1, 2))
     parameter.grad = torch.ones(3)
     optimizer.step()
     kept = parameter.data_ptr()
@@ -460,8 +464,8 @@ def test_states_lie_where_parameters_are():
     optimizer.state = {parameter.to("meta"): optimizer.state[parameter]}
     move_states([optimizer])
     ((_, state),) = optimizer.state.items()
-    assert state["exp_avg"].is_meta
-    assert not state["step"].is_meta
+    assert state[f"{prefix}exp_avg"].is_meta
+    assert not state[f"{prefix}step"].is_meta
 
 
 def test_orders_are_kept_by_kind_and_followed_from_where_they_fit():
