@@ -22,31 +22,29 @@ LEAST = 1e-37  # a normal number of float32 and bfloat16, and so is its inverse
 
 
 class Adafactor(WholeTensorOptimizer):
-    r"""Adaptive rates from second moments that are kept as the means of rows and of columns.
+    """Adaptive rates from second moments that are kept as the means of rows and of columns.
 
-    For step $t$ of a matrix $w$ with gradient $g$ and $\beta_t = 1 - t^{\tau}$
+    For step t of a matrix w with gradient g, and beta = 1 - t^beta2_decay::
 
-    $$R_i \leftarrow \beta_t R_i + (1 - \beta_t) \, \mathrm{mean}_j (g_{ij}^2 + \epsilon_1), \qquad
-    C_j \leftarrow \beta_t C_j + (1 - \beta_t) \, \mathrm{mean}_i (g_{ij}^2 + \epsilon_1),$$
+        R[i] = beta R[i] + (1 - beta) mean over j of (g[i, j]^2 + eps1)
+        C[j] = beta C[j] + (1 - beta) mean over i of (g[i, j]^2 + eps1)
+        u[i, j] = g[i, j] / sqrt(R[i] C[j] / mean(R))
+        w = w - min(lr, 1 / sqrt(t)) max(eps2, RMS(w)) u / max(1, RMS(u) / clip_threshold)
 
-    $$u_{ij} = g_{ij} \sqrt{\frac{\mathrm{mean}(R)}{R_i C_j}}, \qquad
-    w \leftarrow w - \rho_t \max(\epsilon_2, \mathrm{RMS}(w)) \, \frac{u}{\max(1, \mathrm{RMS}(u) / d)}, \qquad
-    \rho_t = \min(\mathrm{lr}, 1 / \sqrt t).$$
-
-    Means and root mean squares are those of whole tensors, however they are sharded. A tensor with more dimensions is a
-    batch of matrices over its two largest ones (the later of equal ones), so that a convolution `[64, 32, 3, 3]` has
-    nine of 64 x 32. One whose second largest dimension is below `min_dim_size_to_factor`, such as a bias, keeps
-    $V \leftarrow \beta_t V + (1 - \beta_t) (g^2 + \epsilon_1)$ whole, and $u = g / \sqrt V$.
+    Means and root mean squares (RMS) are those of whole tensors, however they are sharded. A tensor with more
+    dimensions is a batch of matrices over its two longest ones, the later of equal ones: a convolution `[64, 32, 3, 3]`
+    has nine of 64 x 32. One whose second longest dimension is below `min_dim_size_to_factor`, such as a bias, keeps its
+    moments whole: V = beta V + (1 - beta) (g^2 + eps1) and u = g / sqrt(V).
 
     Args:
         params: Parameters or groups.
-        lr: The largest $\rho_t$: how far a tensor goes in a step, as a part of its own root mean square.
-        beta2_decay: $\tau$, from -1 to below 0.
-        eps: $\epsilon_1$, above the least number of float32, and $\epsilon_2$.
-        clip_threshold: $d$.
-        weight_decay: Decoupled: weights are first multiplied by $1 - \mathrm{lr} \cdot$ `weight_decay`, as torch does.
-        scale_parameter: Whether the factor $\max(\epsilon_2, \mathrm{RMS}(w))$ counts, and is 1 otherwise.
-        relative_step: Whether $1 / \sqrt t$ counts; otherwise $\rho_t$ is `lr`, for a schedule of one's own.
+        lr: The largest relative step: how far a tensor goes, as a part of its own root mean square.
+        beta2_decay: From -1 to below 0.
+        eps: eps1, at least 1e-37, and eps2.
+        clip_threshold: Root mean square of u from which on it is made shorter.
+        weight_decay: Decoupled: weights are first multiplied by 1 - lr * weight_decay, as by torch's optimizers.
+        scale_parameter: Whether the factor max(eps2, RMS(w)) counts, and is 1 otherwise.
+        relative_step: Whether 1 / sqrt(t) counts; otherwise the rate is `lr`, for a schedule of one's own.
         min_dim_size_to_factor: Least length of both dimensions of a matrix, at least 1.
 
     Raises:
@@ -81,9 +79,8 @@ class Adafactor(WholeTensorOptimizer):
     def update(self, group: dict[str, Any], members: Sequence[Member]) -> Update:
         """As `WholeTensorOptimizer` says."""
         check_range(self, members[0].data.dtype)
-        factors = Factors([m for m in members if is_factored(m.shape, group["min_dim_size_to_factor"])])
-        others = [m for m in members if not is_factored(m.shape, group["min_dim_size_to_factor"])]
-        members, count = [*factors.members, *others], len(factors.members)
+        matrices, others = split(members, group["min_dim_size_to_factor"])
+        factors, members, count = Factors(matrices), [*matrices, *others], len(matrices)
         data, gradients = [member.data for member in members], [member.gradient for member in members]
         steps = [member.advance() for member in members]
         newness = [step ** group["beta2_decay"] for step in steps]
@@ -191,6 +188,10 @@ def matrix_dims(shape: Sequence[int]) -> tuple[int, int]:
     return row, column
 
 
-def is_factored(shape: Sequence[int], least: int) -> bool:
-    """Whether a tensor's second longest dimension has that length."""
-    return len(shape) >= 2 and sorted(shape)[-2] >= least
+def split(members: Sequence[Member], least: int) -> tuple[list[Member], list[Member]]:
+    """Those whose second longest dimension has at least that length, and the others."""
+    matrices, others = list[Member](), list[Member]()
+    for member in members:
+        is_matrix = len(member.shape) >= 2 and sorted(member.shape)[-2] >= least
+        (matrices if is_matrix else others).append(member)
+    return matrices, others

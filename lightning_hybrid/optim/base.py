@@ -52,7 +52,9 @@ class Member(NamedTuple):
 
     def advance(self) -> float:
         """Number of this step, from 1, among those in which the parameter had a gradient."""
-        step: Tensor = self.state.setdefault("step", torch.zeros(()))
+        if "step" not in self.state:
+            self.state["step"] = torch.zeros(())
+        step: Tensor = self.state["step"]
         step += 1
         return float(step)
 

@@ -18,25 +18,25 @@ from lightning_hybrid.optim.wholes import Contribution
 
 
 class SM3(WholeTensorOptimizer):
-    r"""Adagrad with bounds of its sums of squares, which need a vector for each dimension of a tensor.
+    """Adagrad with bounds of its sums of squares, which need a vector for each dimension of a tensor.
 
-    A tensor $w$ with gradient $g$ has one accumulator $\mu^k$ for each of its dimensions $k$. With $i_k$ the place of
-    an element $i$ along dimension $k$ the step is
+    A tensor w with gradient g has an accumulator for each of its dimensions, here mu for the first and eta for the
+    second::
 
-    $$\nu_i = \min_k \mu^k_{i_k} + g_i^2, \qquad \mu^k_j \leftarrow \max_{i : i_k = j} \nu_i, \qquad
-    u_i = \frac{g_i}{\sqrt{\nu_i}}, \qquad
-    m \leftarrow \beta m + (1 - \beta) u, \qquad w \leftarrow w - \mathrm{lr} \, m.$$
+        nu[i, j] = min(mu[i], eta[j]) + g[i, j]^2
+        mu[i] = max over j of nu[i, j],   eta[j] = max over i of nu[i, j]
+        m[i, j] = momentum m[i, j] + (1 - momentum) g[i, j] / sqrt(nu[i, j])
+        w = w - lr m
 
-    Maxima are those of whole tensors, however they are sharded. Every $\nu_i$ is at least the sum of all $g_i^2$ so
-    far. For tensors of fewer than two dimensions it is that sum: these go as Adagrad lets them. Where $\nu_i$ is 0, so
-    is $u_i$.
+    Maxima are those of whole tensors, however they are sharded. nu is at least the sum of all g^2 so far. For tensors
+    of fewer than two dimensions it is that sum: these go as Adagrad lets them. Where nu is 0, g counts as 0.
 
     Args:
         params: Parameters or groups.
-        lr: Rate. Rates that work are those of Adagrad, ten to a hundred times Adam's, and need a warm-up.
-        momentum: $\beta$, from 0 to below 1; 0 keeps no $m$.
-        weight_decay: Decoupled: weights are first multiplied by $1 - \mathrm{lr} \cdot$ `weight_decay`, so that what
-            is accumulated are squares of gradients alone.
+        lr: Rate, on the scale of Adagrad's and not of Adam's.
+        momentum: From 0 to below 1; 0 keeps no m.
+        weight_decay: Decoupled: weights are first multiplied by 1 - lr * weight_decay, so that what is accumulated are
+            squares of gradients alone.
 
     Raises:
         ValueError: If an option is outside its range.
