@@ -92,11 +92,6 @@ class OptimizerTransition(Optimizer):
         return frozenset()
 
     @override
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        present = self.param_groups[0]["step"] if self.param_groups else 0
-        super().add_param_group({**param_group, "step": present})
-
-    @override
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step.
