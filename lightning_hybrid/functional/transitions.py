@@ -1,4 +1,4 @@
-r"""How much of a step one of two optimizers makes, while training goes over from one to the other.
+"""How much of a step one of two optimizers makes, while training goes over from one to the other.
 
 The weights here are those of the second; the first has the rest. Positions may be epochs, steps or anything else that
 counts up, if all arguments count the same.
@@ -12,15 +12,15 @@ from functools import partial
 
 
 def transition_weight(at: float, center: float, period: float) -> float:
-    r"""Weight of the second optimizer: exponential before the center, then a straight line of the same slope.
+    """Weight of the second optimizer: exponential before the center, then a straight line of the same slope.
 
-    $$a(i) = \tfrac12 e^{2 (i - c) / q} \; (i < c), \qquad \tfrac12 + \frac{i - c}{q} \; (c \le i < c + \tfrac q2),
-    \qquad 1 \; \text{after}.$$
+    It is ``exp(2 (at - center) / period) / 2`` before the center, ``1 / 2 + (at - center) / period`` for half a period
+    from there, and 1 after that.
 
     Args:
-        at: $i$.
-        center: $c$, where both have the same weight.
-        period: $q$, above 0.
+        at: Position.
+        center: Where both have the same weight.
+        period: Above 0.
 
     Returns:
         From 0 to 1; it never falls from one position to a later one.
@@ -34,15 +34,15 @@ def transition_weight(at: float, center: float, period: float) -> float:
 
 
 def literal_transition_weight(at: float, center: float, period: float) -> float:
-    r"""As `transition_weight`, with the line $\tfrac12 + 2 (i - c) / q$ that circulates.
+    """As `transition_weight`, with the line that circulates, ``1 / 2 + 2 (at - center) / period``.
 
-    It reaches 1 at $c + q / 4$, goes on to 1.5, and falls to 1 at $c + q / 2$. Meanwhile the first optimizer has a
-    negative weight: it goes back where it would have gone.
+    It reaches 1 a quarter of the period after the center, goes on to 1.5, and falls to 1 at its half. Meanwhile the
+    first optimizer has a negative weight: it goes back where it would have gone.
 
     Args:
-        at: $i$.
-        center: $c$.
-        period: $q$, above 0.
+        at: Position.
+        center: Where both have the same weight.
+        period: Above 0.
     """
     return (
         0.5 + 2 * (at - center) / period

@@ -21,27 +21,27 @@ FUSED = ("cpu", "cuda", "mps", "xpu")  # where torch makes Adam's step in one pa
 
 
 class Lamb(WholeTensorOptimizer):
-    r"""Layer-wise adaptive moments for batch training.
+    """Layer-wise adaptive moments for batch training.
 
-    With Adam's moments $\hat m$ and $\hat v$ of a tensor $w$ and weight decay $\lambda$ the step is
+    With Adam's moments m and v of a tensor w, corrected for the zeros that they began with::
 
-    $$u = \frac{\hat m}{\sqrt{\hat v} + \epsilon} + \lambda w, \qquad
-    w \leftarrow w - \mathrm{lr} \frac{\phi(\lVert w \rVert)}{\lVert u \rVert} \, u.$$
+        u = m / (sqrt(v) + eps) + weight_decay w
+        w = w - lr |w| / |u| u
 
-    Norms are those of whole tensors, however they are sharded. The ratio is 1 where either norm is 0.
+    Norms are those of whole tensors, however they are sharded. The ratio of norms is 1 where either is 0.
 
     Args:
         params: Parameters or groups.
         lr: Rate: how far a tensor goes in a step, as a part of its own length.
         betas: Decay of the two moments.
-        eps: $\epsilon$.
-        weight_decay: $\lambda$.
+        eps: Added to the root.
+        weight_decay: Factor of w beside Adam's direction.
         bias_correction: Divide moments by what they lack in the first steps, as the published algorithm does; the third
             preprint does not.
-        weight_norm_bounds: $\phi$ limits a weight's norm to them; None leaves it as it is.
+        weight_norm_bounds: A weight's norm counts within them (phi of the paper); None leaves it as it is.
         max_trust_ratio: Limit of the ratio of norms; None sets none.
         adapt: Whether the ratio counts, and is 1 otherwise; None: for tensors of two or more dimensions, not for biases
-            and norms, which then go as Adam lets them. May differ between groups. The paper adapts all (True).
+            and norms, which then go as AdamW lets them. May differ between groups. The paper adapts all (True).
 
     Raises:
         ValueError: If an option is outside its range.

@@ -17,26 +17,27 @@ from lightning_hybrid.optim.norms import adapts, norms_of, squared_norms, trust
 
 
 class Lars(WholeTensorOptimizer):
-    r"""Layer-wise adaptive rate scaling.
+    """Layer-wise adaptive rate scaling.
 
-    For a tensor $w$ with gradient $g$, weight decay $\beta$ and trust coefficient $\eta$ the step is
+    For a tensor w with gradient g::
 
-    $$\lambda = \eta \frac{\lVert w \rVert}{\lVert g \rVert + \beta \lVert w \rVert}, \qquad
-    v \leftarrow \mu v + \mathrm{lr} \, \lambda \, (g + \beta w), \qquad w \leftarrow w - v.$$
+        ratio = trust_coefficient |w| / (|g| + weight_decay |w|)
+        v = momentum v + lr ratio (g + weight_decay w)
+        w = w - v
 
     The rate is inside the buffer, as in the paper: when it changes, past gradients keep the rate of their own step.
-    Norms are those of whole tensors, however they are sharded. $\lambda$ is 1 where either norm is 0.
+    Norms are those of whole tensors, however they are sharded. The ratio is 1 where either norm is 0.
 
     Args:
         params: Parameters or groups.
         lr: Rate.
-        momentum: $\mu$, from 0 to below 1.
-        weight_decay: $\beta$.
-        trust_coefficient: $\eta$.
-        max_trust_ratio: Limit of $\lambda$; None sets none.
-        adapt: Whether $\lambda$ counts, and is 1 otherwise; None: for tensors of two or more dimensions, not for biases
+        momentum: From 0 to below 1.
+        weight_decay: Factor of w beside the gradient.
+        trust_coefficient: The part of its own length that a tensor goes at a rate of 1, without momentum.
+        max_trust_ratio: Limit of the ratio; None sets none.
+        adapt: Whether the ratio counts, and is 1 otherwise; None: for tensors of two or more dimensions, not for biases
             and norms. May differ between groups. What decays is `weight_decay`'s alone, see `WeightDecayRules`.
-        nesterov: Look ahead: $w \leftarrow w - (\mu v + \mathrm{lr} \, \lambda \, (g + \beta w))$.
+        nesterov: Look ahead: w goes by momentum v + lr ratio (g + weight_decay w), with the new v.
 
     Raises:
         ValueError: If an option is outside its range.
@@ -86,7 +87,7 @@ class Lars(WholeTensorOptimizer):
     def _rates(
         self, group: dict[str, Any], members: Sequence[Member]
     ) -> Generator[Request, list[Tensor], list[Tensor]]:
-        r"""$\lambda$ of each member, as scalars."""
+        """The ratio of each member, as scalars."""
         adapted = [member for member in members if adapts(group["adapt"], member.shape)]
         one = torch.ones((), dtype=members[0].data.dtype, device=members[0].data.device)
         rates = dict.fromkeys(map(id, members), one)

@@ -17,18 +17,19 @@ from lightning_hybrid.optim.base import Member, Update, WholeTensorOptimizer
 
 
 class RMSpropToSGD(WholeTensorOptimizer):
-    r"""RMSprop at first, momentum SGD in the end, and between them a sum of both.
+    """RMSprop at first, momentum SGD in the end, and between them a sum of both.
 
-    With the share $a$ of SGD, which grows with the epoch (see `transition_weight`), the step is
+    With the share a of SGD, which grows with the epoch (see `transition_weight`), the step is::
 
-    $$m \leftarrow \mu_2 m + (1 - \mu_2) g^2, \qquad
-    r = (1 - a) \frac{\eta_\mathrm{rms}}{\mathrm{lr}}, \qquad
-    d \leftarrow \mu_1 d - \left(a + \frac{r}{\sqrt m + \epsilon}\right) g, \qquad w \leftarrow w + \mathrm{lr} \, d.$$
+        m = rms_decay m + (1 - rms_decay) g^2
+        r = (1 - a) rms_lr / lr
+        d = momentum d - (a + r / (sqrt(m) + eps)) g
+        w = w + lr d
 
     It works element by element, and so on any shard.
 
-    RMSprop's rate is its own: `lr` is that of SGD. Since $r$ divides by `lr`, a step with `lr` 0 counts $r$ as 0 and
-    moves nothing; it still takes the gradient into $m$, and its share $a$ into $d$. Past steps in $d$, those of RMSprop
+    RMSprop's rate is its own: `lr` is that of SGD. Since r divides by `lr`, a step with `lr` 0 counts r as 0 and
+    moves nothing; it still takes the gradient into m, and its share a into d. Past steps in d, those of RMSprop
     too, go with the present `lr`: where that grows tenfold from one step to the next, so do they. Let warm-ups grow
     evenly.
 
@@ -36,15 +37,15 @@ class RMSpropToSGD(WholeTensorOptimizer):
         params: Parameters or groups.
         lr: Rate of SGD.
         steps_per_epoch: Optimizer steps of an epoch, above 0; need not be a whole number.
-        center: Epochs after which $a$ is one half.
-        period: Epochs: half of it after the center, $a$ is 1. Above 0.
-        momentum: $\mu_1$, from 0 to below 1.
-        rms_decay: $\mu_2$, from 0 to below 1.
-        rms_lr: $\eta_\mathrm{rms}$, rate of RMSprop.
-        eps: $\epsilon$, above 0.
-        weight_decay: Factor of $w$ that is added to $g$ first.
-        literal: Take $a$ as it circulates, see `literal_transition_weight`: for a quarter of the period it is above 1,
-            so that $r$ is negative and RMSprop's part goes uphill. Nothing is limited.
+        center: Epochs after which a is one half.
+        period: Epochs: half of it after the center, a is 1. Above 0.
+        momentum: From 0 to below 1.
+        rms_decay: From 0 to below 1.
+        rms_lr: Rate of RMSprop.
+        eps: Above 0.
+        weight_decay: Factor of w that is added to g first.
+        literal: Take a as it circulates, see `literal_transition_weight`: for a quarter of the period it is above 1,
+            so that r is negative and RMSprop's part goes uphill. Nothing is limited.
 
     Raises:
         ValueError: If an option is outside its range.
@@ -112,7 +113,7 @@ def _move(group: dict[str, Any], members: Sequence[Member], share: float) -> Non
 
 
 def _normalised(gradients: Sequence[Tensor], squares: Sequence[Tensor], eps: float) -> list[Tensor]:
-    r"""$g / (\sqrt m + \epsilon)$."""
+    """The gradients over the roots of their mean squares."""
     divisors = foreach("sqrt")(squares)
     foreach("add_")(divisors, eps)
     normalised: list[Tensor] = foreach("div")(gradients, divisors)

@@ -21,14 +21,13 @@ KEEP_GRADIENTS = ("torch.optim.", "lightning_hybrid.")  # optimizers of others m
 
 
 class OptimizerTransition(Optimizer):
-    r"""Goes over from one optimizer to another.
+    """Goes over from one optimizer to another.
 
-    In each step both go from the same weights $w$ by the same gradients, to $w + \Delta_1$ and $w + \Delta_2$. With the
-    schedule's weight $s$ of the second,
+    In each step both go from the same weights by the same gradients. With the schedule's weight s of the second::
 
-    $$w \leftarrow w + (1 - s) \Delta_1 + s \Delta_2.$$
+        w = w + (1 - s) (step of the first) + s (step of the second)
 
-    At $s = 0$ that is the first's step, at $s = 1$ the second's, to the bit. The second steps all the time, so that it
+    At s = 0 that is the first's step, at s = 1 the second's, to the bit. The second steps all the time, so that it
     has statistics of its own when it takes over; the first as long as its weight is above 0, and what it knows is then
     that of its last step. While both step, there is a copy of this process's part of the weights, and for a moment a
     second one of a single parameter; gradients are copied too if the second is neither torch's nor ours.
