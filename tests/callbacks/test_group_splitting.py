@@ -9,6 +9,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
 from lightning_hybrid.callbacks import WeightDecayRules
+from lightning_hybrid.optim import OptimizerTransition
 
 SOURCES = [0, 0, 1, 1, 1]  # of each group after the split, the one it comes from
 RULES = {"*.bias": 0, "last": 2.0}
@@ -165,6 +166,27 @@ def test_all_weight_decays_are_multiplied_and_switches_are_not():
         [0.5, 0.25, 2, True, None],
         [1.5, 0.75, 6, True, None],
     ]
+
+
+def test_both_optimizers_of_a_transition_step_with_decays_by_rule():
+    ends, decays = [], (0.5, 0, 1)
+    for is_by_hand in (True, False):
+        torch.manual_seed(0)
+        module = Layers().double()
+        biases, last = [p for name, p in module.named_parameters() if "bias" in name], [module.last.weight]
+        parts = [[module.first.weight, module.middle.weight], biases, last]
+        hand = [{"params": part, "weight_decay": decay} for part, decay in zip(parts, decays, strict=True)]
+        given = hand if is_by_hand else [{"params": list(module.parameters()), "weight_decay": decays[0]}]
+        pair = [kind([dict(group) for group in given], 0.1) for kind in (torch.optim.SGD, torch.optim.AdamW)]
+        transition = OptimizerTransition(*pair, lambda step: step / 2)
+        if not is_by_hand:
+            WeightDecayRules(RULES).apply(transition, module)
+        for _ in range(3):
+            for parameter in module.parameters():
+                parameter.grad = parameter.detach().cos()
+            transition.step()
+        ends.append(module.state_dict())
+    torch.testing.assert_close(*ends, rtol=0, atol=0)
 
 
 def test_rules_with_one_multiplier_share_a_group_and_are_applied_once():
