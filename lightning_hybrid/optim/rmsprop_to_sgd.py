@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
@@ -108,13 +107,7 @@ def _move(group: dict[str, Any], members: Sequence[Member], share: float) -> Non
         return
     ratio = (1 - share) * group["rms_lr"] / lr
     if ratio:
-        foreach("add_")(buffers, _normalised(gradients, squares, group["eps"]), alpha=-ratio)
+        divisors = foreach("sqrt")(squares)
+        foreach("add_")(divisors, group["eps"])
+        foreach("addcdiv_")(buffers, gradients, divisors, value=-ratio)
     foreach("add_")(data, buffers, alpha=lr)
-
-
-def _normalised(gradients: Sequence[Tensor], squares: Sequence[Tensor], eps: float) -> list[Tensor]:
-    """The gradients over the roots of their mean squares."""
-    divisors = foreach("sqrt")(squares)
-    foreach("add_")(divisors, eps)
-    normalised: list[Tensor] = foreach("div")(gradients, divisors)
-    return normalised
