@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MethodType
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
 from torch.optim import LBFGS, Adafactor, Muon, Optimizer, Rprop
 
 from lightning_hybrid.optim.transition import flattened
@@ -57,3 +60,26 @@ def _check_work_on_slices(optimizers: Sequence[Optimizer], keyword: str, size: i
                 f"{name} sees slices of the split parameters with {keyword}={size}. If it works element by element, "
                 "nothing changes; if it takes norms or means of a parameter, they are those of a slice."
             )
+
+
+def check_complete(module: nn.Module) -> None:
+    """Refuse an optimizer of LightningCLI, which has all parameters that the model had then, if there are others now.
+
+    Raises:
+        ValueError: Naming the parameters.
+    """
+    hook: Any = vars(module).get("configure_optimizers")
+    while hasattr(hook, "__wrapped__") and not isinstance(hook, MethodType):  # callbacks may have wrapped it
+        hook = hook.__wrapped__
+    made = getattr(hook, "__func__", None)
+    optimizer = made.keywords.get("optimizer") if isinstance(made, partial) else None
+    if not isinstance(optimizer, Optimizer):
+        return
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    new = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in known]
+    if new:
+        raise ValueError(
+            f"LightningCLI made {type(optimizer).__name__} before configure_model made {', '.join(new[:3])} "
+            f"({len(new)} in all), which would never be trained. Make them in __init__, there under "
+            "torch.device('meta') if they are large, or return the optimizer from configure_optimizers."
+        )

@@ -13,6 +13,7 @@ from lightning_hybrid.optim.base import collapsed_dims
 from lightning_hybrid.optim.wholes import Dealing
 from lightning_hybrid.parallel.zero.shards import shard_like
 from lightning_hybrid.parallel.zero.units import loose_parameters
+from lightning_hybrid.strategies.optimizer_checks import check_complete
 
 
 class ParameterGroups:
@@ -27,10 +28,12 @@ class ParameterGroups:
         given: The names that the optimizer was made with, or None.
 
     Raises:
-        ValueError: If an optimizer holds a tensor that is no parameter of the model.
+        ValueError: If an optimizer holds a tensor that is no parameter of the model, or LightningCLI's was made before
+            some of the parameters.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+        check_complete(module)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._optimizers = list(optimizers)
         for optimizer in optimizers:

@@ -1,12 +1,16 @@
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch.cli import LightningCLI
 from torch import nn
 
+from lightning_hybrid.callbacks import WeightDecayRules
 from lightning_hybrid.optim import OptimizerTransition, linear_schedule
 from lightning_hybrid.strategies.optimizers import ParameterGroups
+from tests.small import WIDTH, Small
 
 
 class Model(nn.Module):
@@ -161,3 +165,29 @@ def test_an_option_for_many_tensors_counts_in_a_transition_too():
     groups = ParameterGroups([OptimizerTransition(first, second, linear_schedule(0, 4))], model)
     with pytest.raises(ValueError, match=r"OptimizerTransition\(second_foreach=True\) has scale \(1 in all\)"):
         groups.check_unmixed(model, None)
+
+
+class Late(Small):
+    """Makes a layer when Lightning asks for it."""
+
+    def configure_model(self):
+        self.late = nn.Linear(WIDTH, WIDTH)
+
+
+@pytest.mark.filterwarnings("ignore:.*configure_optimizers. will be overridden")
+@pytest.mark.parametrize("has_rules", [False, True])
+def test_what_lightning_cli_makes_the_optimizer_without_is_refused(has_rules, monkeypatch):
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of what LightningCLI calls
+    monkeypatch.setattr(
+        "sys.argv", ["fit.py", "--trainer.logger", "false", "--optimizer", "SGD", "--optimizer.lr", "0.1"]
+    )
+    for kind in (Small, Late):
+        cli = LightningCLI(kind, run=False, save_config_callback=None, seed_everything_default=0)
+        if has_rules:
+            WeightDecayRules({"*.bias": 0}).setup(cli.trainer, cli.model, "fit")
+        groups = partial(ParameterGroups, [torch.optim.SGD(cli.model.parameters(), 0.1)])
+        assert len(groups(cli.model).names[0][0]) == 16
+        cli.model.configure_model()
+        if kind is Late:
+            with pytest.raises(ValueError, match=r"SGD before configure_model made late.weight, late.bias \(2 in all"):
+                groups(cli.model)
