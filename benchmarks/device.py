@@ -2,7 +2,7 @@
 
 ``python benchmarks/device.py`` runs all cases, ``python benchmarks/device.py CASE`` one of them. The figures are about
 a GPU; without one it trains a small model on the CPU, which shows that the cases run, and leaves memory out. On a GPU
-compression's cases are there too, with networks as wide as published.
+compression's cases are there too, with networks as wide as published, and those of optimizers, with GPT-2's parameters.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 import activation_compression as compression
+import optimizers
 import torch
 import torch.distributed as dist
 from common import compare, report, run
@@ -155,8 +156,9 @@ def less(case: str, name: str) -> None:
 CASES = {
     **{f"masters_over_{rival}": (1, partial(over, rival=rival)) for rival in ("amp", "fp32")},
     **{name: (1, partial(less, name=name)) for name in LESS},
-    # without a GPU they are those of the other file
+    # without a GPU they are those of the other files
     **({f"compression_{name}": case for name, case in compression.CASES.items()} if DEVICE == "cuda" else {}),
+    **({f"optimizers_{name}": case for name, case in optimizers.CASES.items()} if DEVICE == "cuda" else {}),
 }
 
 

@@ -4,6 +4,7 @@ The 1,797 images of 8 x 8 pixels come with the package: nothing is downloaded.
 """
 
 from collections.abc import Iterator
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -90,6 +91,7 @@ class Digits(LightningDataModule):
         return [DataLoader(self.parts[name], 512, collate_fn=default_convert) for name in PARTS_KEPT]
 
 
+@cache
 def parts() -> dict[str, Images]:
     """Read the digits, and deal them out.
 
@@ -103,22 +105,20 @@ def parts() -> dict[str, Images]:
         raise SystemExit('The digits come with scikit-learn: pip install "scikit-learn>=1.5"') from error
     found = load_digits()
     images = torch.tensor(found.images, dtype=torch.float32)[:, None] / 8 - 1  # from 0 to 16
-    classes, rest, dealt = torch.tensor(found.target), list(range(len(images))), {}
-    for name, size in PARTS.items():
-        chosen, rest = (
-            train_test_split(rest, train_size=size, random_state=0, stratify=classes[rest])
-            if size < len(rest)
-            else (rest, [])
-        )
-        dealt[name] = Images(images[chosen].contiguous(memory_format=torch.channels_last), classes[chosen])
-    return dealt
+    classes = torch.tensor(found.target)
+    split = partial(train_test_split, random_state=0)
+    kept, test = split(range(len(images)), test_size=PARTS["test"], stratify=classes)
+    train, validation = split(kept, train_size=PARTS["train"], stratify=classes[kept])
+    images = images.contiguous(memory_format=torch.channels_last)
+    places = {"train": train, "validation": validation, "test": test}
+    return {name: Images(images[chosen], classes[chosen]) for name, chosen in places.items()}
 
 
 class DigitsNet(LightningModule):
     """A stem, three residual blocks and a linear head.
 
-    The batch norms' averages are taken over as many images as usual at a batch of 32, whatever the batch: few large steps
-    would leave them behind.
+    The averages of batch norms go over as many images as usual at a batch of 32, whatever the batch: else a few large
+    steps would leave them behind.
 
     Args:
         width: Channels of the first block.

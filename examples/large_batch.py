@@ -178,7 +178,8 @@ def workers(number: int) -> Iterator[Callable[..., Iterable[Result]]]:
 
 
 def prepare() -> None:
-    """One thread, and none of Lightning's advice."""
+    """One thread, which launchers leave as it is if the environment says so, and none of Lightning's advice."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"lightning\.")
