@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
 from examples.gpt import GPT
-from lightning_hybrid.optim import SM3, Adafactor, Lamb, Lars
+from lightning_hybrid.optim import SM3, Adafactor, Lamb, Lars, RMSpropToSGD
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_ROUNDS = 50
@@ -30,6 +30,7 @@ OURS: dict[str, Make] = {
     "lamb": partial(Lamb, lr=1e-3, weight_decay=0.01),
     "adafactor": partial(Adafactor, lr=1e-2, weight_decay=0.01),
     "sm3": partial(SM3, lr=0.1, weight_decay=0.01),
+    "rmsprop_to_sgd": partial(RMSpropToSGD, lr=0.1, weight_decay=0.01, steps_per_epoch=NUM_ROUNDS / 20),
     "sm3_momentum": partial(SM3, lr=0.1, momentum=0.9, weight_decay=0.01),
 }
 SMALL = ("adafactor", "sm3")  # of states

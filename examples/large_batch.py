@@ -31,10 +31,9 @@ from torch.optim import SGD, AdamW, Optimizer
 from examples.digits import PARTS, Digits, DigitsNet
 from examples.outcomes import LARGE, SMALL, Entry, Outcome, conclusion, draw, head, row
 from lightning_hybrid.callbacks import WeightDecayRules
-from lightning_hybrid.optim import SM3, Adafactor, Lamb, Lars
+from lightning_hybrid.optim import SM3, Adafactor, Lamb, Lars, OptimizerTransition, RMSpropToSGD, transition_schedule
 
 STEP = 3.0  # from one rate to the next
-WARMUP = 0.2  # share of all steps
 RULES: dict[Any, float] = {"*.bias": 0, "BatchNorm2d": 0}
 
 
@@ -60,17 +59,36 @@ class Arm(NamedTuple):
         rate: The middle one of those that are tried at a batch of 32.
         power: Of the batch, with which rates grow: 1 (Goyal et al. 2017, for SGD), or 0.5 where steps are divided by
             a root of squared gradients (You et al. 2020, for LAMB).
+        warmup: Share of all steps.
         callbacks: Makes those that belong to it.
     """
 
-    optimizer: Callable[[Iterable[Parameter], float, Run], Optimizer]
+    optimizer: Callable[[Sequence[Parameter], float, Run], Optimizer]
     rate: float
     power: float
+    warmup: float = 0.2
     callbacks: Callable[[], list[Callback]] = list
 
 
+def nesterov(parameters: Sequence[Parameter], rate: float, run: Run) -> Optimizer:
+    return SGD(parameters, rate, 0.9, nesterov=True, weight_decay=5e-4)
+
+
+def rmsprop_to_sgd(parameters: Sequence[Parameter], rate: float, run: Run) -> Optimizer:
+    """As published, with its epochs in proportion to those of a training, which were 90."""
+    epochs = {"center": 10 / 90 * run.epochs, "period": 5 / 90 * run.epochs}
+    return RMSpropToSGD(parameters, rate, steps_per_epoch=run.steps_per_epoch, weight_decay=5e-4, **epochs)
+
+
+def adamw_to_sgd(parameters: Sequence[Parameter], rate: float, run: Run) -> Optimizer:
+    """Half of a training each; the rate that is tried is SGD's."""
+    first = ARMS["AdamW"].optimizer(parameters, ARMS["AdamW"].rate * (run.batch / SMALL) ** 0.5, run)
+    steps = run.epochs * run.steps_per_epoch
+    return OptimizerTransition(first, nesterov(parameters, rate, run), transition_schedule(steps / 2, steps / 4))
+
+
 ARMS = {
-    "SGD": Arm(lambda p, rate, run: SGD(p, rate, 0.9, nesterov=True, weight_decay=5e-4), 0.05, 1),
+    "SGD": Arm(nesterov, 0.05, 1),
     "AdamW": Arm(lambda p, rate, run: AdamW(p, rate, weight_decay=0.01), 3e-3, 0.5),
     "LARS": Arm(lambda p, rate, run: Lars(p, rate, weight_decay=5e-4), 0.5, 1),
     "LAMB": Arm(lambda p, rate, run: Lamb(p, rate, weight_decay=0.01), 1e-2, 0.5),
@@ -82,7 +100,9 @@ ARMS = {
         3e-3,
         0.5,
     ),
-    "SM3": Arm(lambda p, rate, run: SM3(p, rate, momentum=0.9), 0.1, 0.5),
+    "SM3": Arm(lambda p, rate, run: SM3(p, rate, momentum=0.9, weight_decay=1e-3), 0.1, 0.5),
+    "RMSpropToSGD": Arm(rmsprop_to_sgd, 0.05, 1, warmup=0),
+    "AdamW to SGD": Arm(adamw_to_sgd, 0.05, 1),
 }
 
 
@@ -105,9 +125,10 @@ class LargeBatchNet(DigitsNet):
         self.run = run
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = ARMS[self.run.arm].optimizer(self.parameters(), self.run.rate, self.run)
+        arm = ARMS[self.run.arm]
+        optimizer = arm.optimizer(list(self.parameters()), self.run.rate, self.run)
         steps = int(self.trainer.estimated_stepping_batches)
-        warmup = max(1, round(WARMUP * steps))
+        warmup = max(1, round(arm.warmup * steps))
 
         def rate(step: int) -> float:
             done = max(0, step - warmup) / max(1, steps - warmup)
