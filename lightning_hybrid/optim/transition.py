@@ -30,7 +30,8 @@ class OptimizerTransition(Optimizer):
     At s = 0 that is the first's step, at s = 1 the second's, to the bit. The second steps all the time, so that it
     has statistics of its own when it takes over; the first as long as its weight is above 0, and what it knows is then
     that of its last step. While both step, there is a copy of this process's part of the weights, and for a moment a
-    second one of a single parameter; gradients are copied too if the second is neither torch's nor ours.
+    second one of a single parameter; gradients are copied too if the second is neither torch's nor ours, or uses
+    `nesterov`.
 
     Everything is in this optimizer's own groups and states: an option `betas` of the first is `first_betas` in a group,
     its state `exp_avg` is `first_exp_avg`. `lr`, 1.0 at first, is a factor of both rates, `first_lr` and `second_lr`:
@@ -128,7 +129,7 @@ class OptimizerTransition(Optimizer):
         held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         here = [local(parameter) for parameter in held]
         others = [tensor.clone() for tensor in here]
-        gradients = [] if second.keeps_gradients else [(parameter, parameter.grad) for parameter in held]
+        gradients = [] if second.keeps_gradients(self) else [(parameter, parameter.grad) for parameter in held]
         for parameter, gradient in gradients:
             parameter.grad = gradient.clone()
         second.step(self)
@@ -163,7 +164,13 @@ class _Part:
 
     def __init__(self, prefix: str, optimizer: Optimizer) -> None:
         self.prefix, self.optimizer = prefix, optimizer
-        self.keeps_gradients = all(type(each).__module__.startswith(KEEP_GRADIENTS) for each in flattened([optimizer]))
+        self._is_known = all(type(each).__module__.startswith(KEEP_GRADIENTS) for each in flattened([optimizer]))
+
+    def keeps_gradients(self, outer: Optimizer) -> bool:
+        """Whether gradients are the same after its step; torch's SGD with `foreach` looks ahead in their memory."""
+        options = (item for group in outer.param_groups for item in group.items())
+        looks_ahead = any(value for name, value in options if name.startswith(self.prefix) and name.endswith("nesterov"))
+        return self._is_known and not looks_ahead
 
     def step(self, outer: Optimizer) -> None:
         """Step with the outer optimizer's parameters."""

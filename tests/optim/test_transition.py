@@ -148,6 +148,15 @@ def test_an_optimizer_that_writes_in_gradients_leaves_them_to_the_first():
     assert_equal(run(optimizer, held, range(3)), run(SGD(alone, 0.1), alone, range(3)))
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+def test_momentum_that_looks_ahead_leaves_gradients_to_the_first(foreach):
+    """As in a transition to it, torch's SGD writes in them if it takes many tensors at once, its default on GPUs."""
+    held, alone = parameters(), parameters()
+    options = {"momentum": 0.9, "nesterov": True, "foreach": foreach}
+    optimizer = OptimizerTransition(SGD(held, 0.1), SGD(held, 0.1, **options), lambda step: 0)
+    assert_equal(run(optimizer, held, range(3)), run(SGD(alone, 0.1), alone, range(3)))
+
+
 def test_options_that_an_optimizer_changes_are_kept():
     held, alone = parameters(), parameters()
     optimizer = OptimizerTransition(Counting(held, 0.1), SGD(held, 0.1), lambda step: 0)
