@@ -168,8 +168,8 @@ class _Part:
 
     def keeps_gradients(self, outer: Optimizer) -> bool:
         """Whether gradients are the same after its step; torch's SGD with `foreach` looks ahead in their memory."""
-        options = (item for group in outer.param_groups for item in group.items())
-        looks_ahead = any(value for name, value in options if name.startswith(self.prefix) and name.endswith("nesterov"))
+        own = [name for name in outer.defaults if name.startswith(self.prefix) and name.endswith("nesterov")]
+        looks_ahead = any(group.get(name) for group in outer.param_groups for name in own)
         return self._is_known and not looks_ahead
 
     def step(self, outer: Optimizer) -> None:
