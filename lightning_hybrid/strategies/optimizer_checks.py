@@ -12,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import LBFGS, Adafactor, Muon, Optimizer, Rprop
 
+from lightning_hybrid.optim.base import WholeTensorOptimizer
 from lightning_hybrid.optim.transition import flattened
 from lightning_hybrid.parallel.experts.parallel import parameters_of_experts
 from lightning_hybrid.parallel.mesh import Layout
@@ -55,7 +56,7 @@ def _check_work_on_slices(optimizers: Sequence[Optimizer], keyword: str, size: i
                 f"torch.optim.{name} looks at whole parameters, and with {keyword}={size} it would see slices. Choose "
                 f"an optimizer that works element by element, such as AdamW, or set {keyword}=1."
             )
-        if not type(optimizer).__module__.startswith(KNOWN) and not isinstance(optimizer, LBFGS):
+        if not type(optimizer).__module__.startswith(KNOWN) and not isinstance(optimizer, LBFGS | WholeTensorOptimizer):
             rank_zero_warn(
                 f"{name} sees slices of the split parameters with {keyword}={size}. If it works element by element, "
                 "nothing changes; if it takes norms or means of a parameter, they are those of a slice."

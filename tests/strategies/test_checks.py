@@ -6,7 +6,7 @@ from lightning.pytorch import LightningModule
 from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon, Rprop
 
 from lightning_hybrid.experts import MoELayer
-from lightning_hybrid.optim import OptimizerTransition
+from lightning_hybrid.optim import Lamb, OptimizerTransition
 from lightning_hybrid.parallel.mesh import Layout
 from lightning_hybrid.parallel.tensor.assignment import STYLES
 from lightning_hybrid.precision import MasterWeights
@@ -168,6 +168,15 @@ def test_an_optimizer_of_others_is_warned_of_once_where_it_sees_slices():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_optimizers([Mine([weight])], Usual(), Layout(1, 2), OPTIONS)
+
+
+def test_an_optimizer_that_is_told_of_slices_gives_no_warning():
+    class Mine(Lamb):
+        pass
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_optimizers([Mine([torch.nn.Parameter(torch.zeros(1))])], Usual(), Layout(1, 1, 2), OPTIONS)
 
 
 def test_optimizers_that_repeat_the_step_are_refused_by_name():
