@@ -48,7 +48,7 @@ class Lars(WholeTensorOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float,
+        lr: float | Tensor,
         *,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
@@ -72,8 +72,11 @@ class Lars(WholeTensorOptimizer):
         lr, momentum = float(group["lr"]), group["momentum"]
         data, gradients = [member.data for member in members], [member.gradient for member in members]
         rates = yield from self._rates(group, members)
-        decayed = foreach("add")(gradients, data, alpha=group["weight_decay"]) if group["weight_decay"] else gradients
-        scaled = foreach("mul")(decayed, rates)
+        if group["weight_decay"]:
+            scaled = foreach("add")(gradients, data, alpha=group["weight_decay"])
+            foreach("mul_")(scaled, rates)
+        else:
+            scaled = foreach("mul")(gradients, rates)
         if not momentum:
             foreach("add_")(data, scaled, alpha=-lr)
             return

@@ -58,7 +58,7 @@ class RMSpropToSGD(WholeTensorOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float,
+        lr: float | Tensor,
         *,
         steps_per_epoch: float,
         center: float = 10.0,
