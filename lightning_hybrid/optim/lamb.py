@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from lightning_hybrid.compat import foreach
-from lightning_hybrid.optim.arguments import check_at_least, check_fraction
+from lightning_hybrid.optim.arguments import check_at_least, check_fraction, check_range
 from lightning_hybrid.optim.base import Member, Request, Update, WholeTensorOptimizer
 from lightning_hybrid.optim.norms import adapts, norms_of, squared_norms, trust
 
@@ -52,7 +52,7 @@ class Lamb(WholeTensorOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         *,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
@@ -74,6 +74,7 @@ class Lamb(WholeTensorOptimizer):
     @override
     def update(self, group: dict[str, Any], members: Sequence[Member]) -> Update:
         """As `WholeTensorOptimizer` says."""
+        check_range(self, members[0].data.dtype)
         data, lr = [member.data for member in members], float(group["lr"])
         directions = self._directions(group, members)
         if group["weight_decay"]:
@@ -98,13 +99,14 @@ class Lamb(WholeTensorOptimizer):
         counts = [member.advance() - 1 if group["bias_correction"] else math.inf for member in members]
         device = members[0].data.device
         is_fused = device.type in FUSED and all(t.is_contiguous() for t in (*gradients, *first, *second, *directions))
+        place = device if is_fused else "cpu"
         adam(
             directions,
             gradients,
             first,
             second,
             [],
-            [torch.tensor(count, device=device if is_fused else "cpu") for count in counts],
+            list(torch.tensor(counts, dtype=torch.float32).to(place, non_blocking=True).unbind()),  # nothing waits
             foreach=not is_fused,
             fused=is_fused,
             amsgrad=False,

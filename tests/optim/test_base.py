@@ -37,6 +37,17 @@ def test_sparse_gradients_are_refused(kind):
         optimizer.step()
 
 
+@pytest.mark.parametrize("kind", [Adafactor, Lamb, SM3])
+def test_float16_is_refused_before_anything_changes(kind):
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = kind([parameter], lr=0.1)
+    with pytest.raises(RuntimeError, match="Keep the parameters in float32"):
+        optimizer.step()
+    assert parameter.tolist() == [1, 1, 1]
+    assert not optimizer.state[parameter]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_closure_is_called_once_with_gradients(kind):
     parameter = nn.Parameter(torch.ones(3, 3))

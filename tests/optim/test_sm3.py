@@ -90,13 +90,3 @@ def test_copies_go_on():
 def test_options_outside_their_range_are_refused(option):
     with pytest.raises(ValueError, match="must be"):
         SM3([nn.Parameter(torch.zeros(3))], **{"lr": 0.1, **option})
-
-
-def test_float16_is_refused_before_anything_changes():
-    parameter = nn.Parameter(torch.ones(3, dtype=torch.float16))
-    parameter.grad = torch.ones_like(parameter)
-    optimizer = SM3([parameter], lr=0.1)
-    with pytest.raises(RuntimeError, match="Keep the parameters in float32"):
-        optimizer.step()
-    assert parameter.tolist() == [1, 1, 1]
-    assert not optimizer.state[parameter]
