@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
