@@ -19,6 +19,8 @@ from hypothesis import settings
 settings.register_profile("fixed", deadline=None, derandomize=True)  # a busy machine fails no test, nor does luck
 settings.load_profile("fixed")
 
+torch.set_num_threads(1)  # as in the ranks: several would spin where the cores are busy, and sum in another order
+
 UNAVOIDABLE = {  # environment variables that are put back without a word
     "PL_GLOBAL_SEED",  # these two by every seed_everything, which LightningCLI calls by itself
     "PL_SEED_WORKERS",

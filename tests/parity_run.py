@@ -1,8 +1,6 @@
 """One row of the parity table: a fit over several processes, and the fit in one process that it must equal."""
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -183,17 +181,6 @@ def _fit_row(row: Row) -> Outcome:
     )
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """As in the ranks; several would spin where the cores are busy."""
-    number = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(number)
-
-
 @cache
 def reference(model: str, case_name: str) -> Outcome:
     """Plain Lightning in one process; with weights, which it does not know, each window is made one big batch."""
@@ -201,8 +188,7 @@ def reference(model: str, case_name: str) -> Outcome:
     batches, accumulate = case.batches(model), case.accumulate
     if case.weighted:
         batches, accumulate = [join(window) for window in case.windows(batches)], 1
-    with one_thread():
-        return fit(make(model, case.weighted), batches, devices=1, accumulate_grad_batches=accumulate)
+    return fit(make(model, case.weighted), batches, devices=1, accumulate_grad_batches=accumulate)
 
 
 def by_step(outcome: Outcome, row: Row) -> Outcome:

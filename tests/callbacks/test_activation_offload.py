@@ -16,7 +16,6 @@ from lightning_hybrid.callbacks import ActivationOffload, MemoryLedger
 from lightning_hybrid.compat import outer_hooks
 from tests.callbacks.test_communication_ledger import Failing
 from tests.launch import run_trainers
-from tests.parity_run import one_thread
 from tests.small import Small, fit, hybrid, loader, trainer_of, weights
 
 CONTEXT = 8
@@ -97,18 +96,17 @@ def same(found, expected):
 
 @pytest.mark.parametrize(("make", "policies"), [(Dropout, ("all", "blocks")), (ResNet, ("all", "blocks", "conv"))])
 def test_one_process_trains_bit_for_bit(make, policies):
-    with one_thread():
-        expected = trained(make)
-        for policy in policies:
-            offload = ActivationOffload(policy, min_bytes=0)
-            assert same(trained(make, [offload]), expected)
-            assert sum(offload.sizes.values()) > 0
-        ledgers = [MemoryLedger(), MemoryLedger()]
-        before, after = ActivationOffload(min_bytes=0), ActivationOffload(min_bytes=0)
-        assert same(trained(make, [ledgers[0], before]), expected)
-        assert same(trained(make, [after, ledgers[1]]), expected)
-        plain = MemoryLedger()
-        trained(make, [plain])
+    expected = trained(make)
+    for policy in policies:
+        offload = ActivationOffload(policy, min_bytes=0)
+        assert same(trained(make, [offload]), expected)
+        assert sum(offload.sizes.values()) > 0
+    ledgers = [MemoryLedger(), MemoryLedger()]
+    before, after = ActivationOffload(min_bytes=0), ActivationOffload(min_bytes=0)
+    assert same(trained(make, [ledgers[0], before]), expected)
+    assert same(trained(make, [after, ledgers[1]]), expected)
+    plain = MemoryLedger()
+    trained(make, [plain])
     assert before.sizes == after.sizes
     inside, outside, whole = (ledger.peak.totals() for ledger in (*ledgers, plain))
     assert inside == outside

@@ -19,17 +19,11 @@ from lightning_hybrid.precision import MasterWeights
 from tests.launch import run_trainers
 from tests.parity_batches import make_batch
 from tests.parity_models import make
-from tests.parity_run import Slices, one_thread
+from tests.parity_run import Slices
 from tests.small import Small, hybrid, loader, trainer_of
 
 DEPTH = 8
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    with one_thread():
-        yield
 
 
 class Dropping(Block):

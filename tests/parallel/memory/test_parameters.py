@@ -20,16 +20,9 @@ from lightning_hybrid.parallel.memory.parameters import ParameterStreaming
 from lightning_hybrid.parallel.memory.parameters_host import HostParameters, StrayReads, move, move_states
 from lightning_hybrid.parallel.memory.parameters_order import AccessOrder
 from lightning_hybrid.parallel.memory.parameters_transfers import Transfers
-from tests.parity_run import one_thread
 
 WIDTH, DEPTH = 8, 5
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    with one_thread():
-        yield
 
 
 class Block(nn.Module):
