@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 ARGS ?=
+WORKERS ?= 2
+# a file's tests stay together, for what they share; ranks that wait for one another leave time to those of a second file
+DISTRIBUTED := -n $(WORKERS) --dist loadfile
 
 .PHONY: help demo test test-all lint docs bench clean
 .DEFAULT_GOAL := help
@@ -14,11 +17,11 @@ help: ## list the targets
 demo: $(VENV)/.installed ## train a small GPT on four processes, 3 to 4 minutes
 	$(BIN)/lightning-hybrid demo $(ARGS)
 
-test: $(VENV)/.installed-test ## run the tests; ARGS="-k name" chooses
-	$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/.installed-test ## run the tests; ARGS="-k name" chooses, WORKERS=0 is for debuggers
+	$(BIN)/python -m pytest $(DISTRIBUTED) $(ARGS)
 
 test-all: $(VENV)/.installed-test ## run the tests with the full product of every parity table
-	$(BIN)/python -m pytest -m "full or not full" $(ARGS)
+	$(BIN)/python -m pytest $(DISTRIBUTED) -m "full or not full" $(ARGS)
 
 lint: $(VENV)/.installed-test ## check style, format, spelling and types
 	$(BIN)/ruff check .

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hybrid.parallel.failures import watch
-from tests.launch import _context, _free_port
+from tests.launch import _context, free_port
 from tests.small import Small, hybrid, samples
 
 MESSAGE = "the message of the rank that failed"
@@ -53,7 +53,7 @@ class Ended:
 
 def run_job(size, function, folder, *args):
     """Call `function(folder, *args)` in `size` processes that only the environment of torchrun holds together."""
-    port = _free_port()
+    port = free_port()
     processes = [
         _context().Process(target=_main, args=(rank, size, port, os.getpid(), str(folder), function, args))
         for rank in range(size)

@@ -16,10 +16,12 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from multiprocessing import connection, forkserver
 from pathlib import Path
+from random import SystemRandom
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -65,7 +67,7 @@ def run_trainers(size: int, function: Callable[..., Any], *args: Any, timeout: f
     """As ``run_ranks``, in the environment of torchrun: a Lightning Trainer with ``devices=size`` joins the group."""
     shared = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),  # for code that leaves our group and makes another
+        "MASTER_PORT": str(free_port()),  # for code that leaves our group and makes another
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
         "GROUP_RANK": "0",
@@ -233,7 +235,10 @@ def _unpack(packed: bytes) -> Any:
     return torch.load(io.BytesIO(packed), weights_only=False)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port() -> int:
+    """A port that nobody has, and that the system gives nobody before it is taken: it gives higher ones."""
+    while True:
+        port = SystemRandom().randrange(15_000, 32_000)  # not the tests' seed, which their other processes have too
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

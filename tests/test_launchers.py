@@ -3,13 +3,14 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.launch import free_port
 
 ROOT = Path(__file__).parents[1]
 
@@ -50,12 +51,6 @@ def losses(*outputs):
     """Loss by rank; lines of several ranks may run into one another."""
     rows = [json.loads(row) for output in outputs for row in re.findall(r"\{\"rank\".*?\}", output)]
     return {row["rank"]: row["loss"] for row in rows}
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def test_lightnings_launcher_torchrun_and_two_agents_train_alike():
