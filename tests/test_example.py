@@ -156,17 +156,17 @@ def test_no_process_holds_more_than_its_share_of_the_model_on_the_meta_device():
 
 def mixtures(folder):
     sizes = {"width": 16, "depth": 2, "heads": 2, "context": 16, "learning_rate": 2e-2}
-    return moe_example.main(4, steps=12, num_seeds=3, picture=str(folder), **sizes)
+    return moe_example.main(4, steps=12, num_seeds=2, picture=str(folder), **sizes)
 
 
 def test_experts_over_four_processes_learn_beside_a_dense_model(tmp_path):
     first, *others = run_trainers(4, mixtures, tmp_path)
     assert others == [first] * 3
-    assert len(first) == 3
+    assert len(first) == 2
     assert all(0 < bits < 7 for row in first for bits in row)  # 8 bits know nothing; nan is not below 7
-    assert len({bits for row in first for bits in row}) == 6
+    assert len({bits for row in first for bits in row}) == 4
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.png")) == [
-        f"seed-{seed}/experts.png" for seed in range(3)
+        f"seed-{seed}/experts.png" for seed in range(2)
     ]
 
 

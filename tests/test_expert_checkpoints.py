@@ -83,8 +83,8 @@ def test_any_share_of_the_experts_goes_on_from_any_other(tmp_path):
         about = {"msg": lambda text, at=LAYOUTS[size][index]: f"{at}: {text}"}
         assert_close(saved[size][0][index], (losses, state, moments), **close, **about)
     for size, layouts in LAYOUTS.items():
-        each = 2 if size > 1 else len(ALL)  # that is all of them, for one process goes on from any
-        tasks = [(i, ALL[(each * i + j + size) % len(ALL)]) for i in range(len(layouts)) for j in range(each)]
+        each = 1 if size > 1 else len(ALL)  # that is all of them, for one process goes on from any
+        tasks = [(i, ALL[(3 * i + 3 + j + size) % len(ALL)]) for i in range(len(layouts)) for j in range(each)]
         outcomes = run_trainers(size, go_on, tmp_path, tasks, timeout=300)
         for (index, (s, i)), found in zip(tasks, outcomes[0], strict=True):
             about = {"msg": lambda t, a=LAYOUTS[size][index], b=LAYOUTS[s][i]: f"{a} from {b}: {t}"}
