@@ -40,6 +40,7 @@ PRELOAD = [
     "pytest",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
     "transformers.models.t5.modeling_t5",
     "transformers.models.vit.modeling_vit",
     "tests.frozen",  # the last
