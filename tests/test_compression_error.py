@@ -140,6 +140,6 @@ def accuracies():
 
 
 def test_a_small_net_becomes_as_accurate():
-    plain, *others = (sum(of_seeds) / 3 for of_seeds in run_trainers(1, accuracies)[0].values())
+    plain, *others = (sum(of_seeds) / 3 for of_seeds in run_trainers(1, accuracies, timeout=600)[0].values())
     assert plain > 0.95
     assert all(abs(other - plain) <= 0.01 for other in others)
