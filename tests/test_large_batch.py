@@ -10,15 +10,6 @@ from examples.outcomes import LARGE, SMALL, Entry, Outcome, conclusion
 from tests.launch import run_trainers
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small layers: threads would wait for each other most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_every_digit_is_in_one_part_and_all_classes_in_each_alike():
     dealt = parts()
     assert {name: len(images) for name, images in dealt.items()} == PARTS
