@@ -36,7 +36,8 @@ class RMSpropToSGD(WholeTensorOptimizer):
     Args:
         params: Parameters or groups.
         lr: Rate of SGD.
-        steps_per_epoch: Optimizer steps of an epoch, above 0; need not be a whole number.
+        steps_per_epoch: Optimizer steps of an epoch, above 0; need not be a whole number. Epochs are counted for each
+            parameter, in steps in which it had a gradient.
         center: Epochs after which a is one half.
         period: Epochs: half of it after the center, a is 1. Above 0.
         momentum: From 0 to below 1.

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hybrid.experts import MoELayer
-from lightning_hybrid.optim import SM3, Adafactor, Lamb, Lars
+from lightning_hybrid.optim import SM3, Adafactor, Lamb, Lars, RMSpropToSGD
 from tests.small import Small, hybrid, trainer_of
 from tests.test_expert_parity import WIDTH, data, loader
 
@@ -21,6 +21,7 @@ OPTIMIZERS = {
     "adafactor": partial(Adafactor, lr=0.05, weight_decay=0.1, min_dim_size_to_factor=5),
     "adafactor-plain": partial(Adafactor, lr=0.01, scale_parameter=False, relative_step=False),
     "sm3": partial(SM3, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "rmsprop-to-sgd": partial(RMSpropToSGD, lr=0.05, steps_per_epoch=1, center=2.0, period=3.0, weight_decay=0.1),
 }
 
 

@@ -1,4 +1,4 @@
-"""Optimizers that look at whole tensors: every layout gives the numbers of one process."""
+"""Optimizers for large batches: every layout gives the numbers of one process."""
 
 import pytest
 from torch.testing import assert_close
