@@ -10,6 +10,7 @@ import argparse
 import logging
 import math
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -207,8 +208,13 @@ def prepare() -> None:
 
 
 @rank_zero_only
-def show(text: str, end: str = "\n") -> None:
-    print(text, end=end, flush=True)
+def show(text: str) -> None:
+    print(text, flush=True)
+
+
+@rank_zero_only
+def show_progress(text: str) -> None:
+    print(text, end="\r", file=sys.stderr, flush=True)
 
 
 def main(
@@ -241,7 +247,7 @@ def main(
             found: dict[Run, Result] = {}
             for run, result in zip(of_arm, results, strict=False):
                 found[run] = result
-                show(f"{arm}: {len(found)} of {len(of_arm)} trainings\r", end="")
+                show_progress(f"{arm}: {len(found)} of {len(of_arm)} trainings")
             best = outcomes[arm] = outcome(found)
             show(row(arm, *(str(entry) for entry in best), f"{best.lost:.1f}"))
     show("* first or last of the rates that were tried: a better one may be beyond")
