@@ -73,6 +73,10 @@ class OptimizerTransition(Optimizer):
         first, second = self._parts
         return first.optimizer, second.optimizer
 
+    def inner_options(self, group: Mapping[str, Any]) -> list[tuple[Optimizer, dict[str, Any]]]:
+        """The two optimizers, each with its part of a group's options."""
+        return [(part.optimizer, _stripped(group, part.prefix)) for part in self._parts]
+
     @property
     def extra_dealings(self) -> Callable[[], Mapping[Tensor, Sequence[Dealing]]] | None:
         """As `WholeTensorOptimizer` says, of those of the two that are such; None if neither is."""

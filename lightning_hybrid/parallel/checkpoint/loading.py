@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.compat import reshapes_what_it_loads
+from lightning_hybrid.optim.base import WholeTensorOptimizer
+from lightning_hybrid.optim.transition import OptimizerTransition
 from lightning_hybrid.parallel.checkpoint.saving import collapsed_of
 from lightning_hybrid.parallel.checkpoint.states import Outline
 from lightning_hybrid.parallel.checkpoint.stored import StoredState
@@ -200,8 +202,16 @@ def _check_groups(
 
 
 def _is_other_kind(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether groups are of another class: each has options that the other lacks; a later version only has more."""
-    if not saved:
-        return False
-    here = optimizer.param_groups[0].keys() | SCHEDULED
-    return bool(optimizer.defaults.keys() - saved[0].keys()) and bool(saved[0].keys() - here)
+    """Whether groups are of another class, by the options that each has and the other lacks."""
+    return bool(saved) and _are_other_options(optimizer, saved[0])
+
+
+def _are_other_options(optimizer: Optimizer, saved: Mapping[str, Any]) -> bool:
+    if isinstance(optimizer, OptimizerTransition):
+        return any(_are_other_options(each, own) for each, own in optimizer.inner_options(saved))
+    less, more = optimizer.defaults.keys() - saved.keys(), saved.keys() - optimizer.param_groups[0].keys() - SCHEDULED
+    if isinstance(optimizer, WholeTensorOptimizer) or not saved:  # SM3's options are a part of SGD's and of others
+        return bool(less or more)
+    if "foreach" in less and type(optimizer).__module__.startswith("torch.optim."):  # all of torch's have it
+        return True
+    return bool(less and more)  # a later version only has more

@@ -1,4 +1,5 @@
 import copy
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from lightning_hybrid.optim import SM3, Adafactor, Lamb, Lars, OptimizerTransition, RMSpropToSGD, linear_schedule
 from lightning_hybrid.parallel.checkpoint.loading import (
     WholeOptimizer,
     check_number,
@@ -177,6 +179,39 @@ def test_another_kind_of_optimizer_is_refused():
     saved, parameters = stepped(Model()).state_dict(), [{"params": [p]} for p in engine.root.parameters()][:2]
     with pytest.raises(ValueError, match=r"has the options \['amsgrad', 'betas', .* and is no SGD"):
         load_whole(engine, torch.optim.SGD(parameters, 0.1), NAMES, saved, None)
+
+
+def over(first, second):
+    """A transition over one parameter."""
+    return lambda members: OptimizerTransition(first(members), second(members), linear_schedule(1, 3))
+
+
+SGD, AdamW = partial(torch.optim.SGD, lr=0.1), torch.optim.AdamW
+MAKES = {
+    "SGD": SGD,
+    "RMSprop": torch.optim.RMSprop,
+    "AdamW": AdamW,
+    "Lars": partial(Lars, lr=0.1),
+    "Lamb": Lamb,
+    "Adafactor": Adafactor,
+    "SM3": partial(SM3, lr=0.1),
+    "RMSpropToSGD": partial(RMSpropToSGD, lr=0.1, steps_per_epoch=1),
+    "to SGD": over(AdamW, SGD),
+    "to SM3": over(AdamW, partial(SM3, lr=0.1)),
+    "from SM3": over(partial(SM3, lr=0.1), SGD),
+}
+
+
+@pytest.mark.parametrize("here", MAKES)
+def test_another_kind_is_refused_though_its_options_are_a_part_of_the_others(here):
+    """Else SM3 would go on from momentum SGD with accumulators of 0, and SGD from SM3 with a buffer of other units."""
+    for name, make in MAKES.items():
+        optimizer, groups = MAKES[here]([Model().embed.weight]), make([Model().embed.weight]).state_dict()
+        if name == here:
+            load_groups(optimizer, [["embed.weight"]], groups["param_groups"], None)
+            continue
+        with pytest.raises(ValueError, match=rf"has the options .* and is no {type(optimizer).__name__}\."):
+            load_groups(optimizer, [["embed.weight"]], groups["param_groups"], None)
 
 
 @pytest.mark.parametrize("changed", [{"initial_lr": 0.1}, {"decoupled_weight_decay": None}])
