@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from lightning_hybrid.compat import is_flattened
@@ -77,7 +79,8 @@ Update = Generator[Request, list[Tensor], None]
 class WholeTensorOptimizer(Optimizer):
     """Base of optimizers whose steps need sums over whole tensors.
 
-    The steps of all groups run side by side, so that all their sums travel in one exchange for each axis of ranks.
+    The steps of all groups run side by side, so that all their sums travel in one exchange for each axis of ranks. All
+    ranks of an axis step with gradients of the same parameters; our strategies and `fully_shard` see to that.
 
     Attributes:
         extra_dealings: Tells in each step how parameters are dealt out besides what DTensors say. A strategy sets it
@@ -87,6 +90,15 @@ class WholeTensorOptimizer(Optimizer):
 
     extra_dealings: Callable[[], Mapping[Tensor, Sequence[Dealing]]] | None = None
     is_elementwise = False
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        self._shapes: set[tuple[int, ...] | None] = set()  # of whole parameters; None stands for any
+        super().__init__(params, defaults)
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._shapes = getattr(self, "_shapes", set())  # a copy has not got them
 
     @abstractmethod
     def update(self, group: dict[str, Any], members: Sequence[Member]) -> Update:
@@ -133,6 +145,7 @@ class WholeTensorOptimizer(Optimizer):
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             self._check(parameter)
+            self._shapes.add(None if is_lazy(parameter) else tuple(parameter.shape))
 
     def _members(self, group: dict[str, Any], extra: Mapping[Tensor, Sequence[Dealing]]) -> Iterable[list[Member]]:
         alike: dict[tuple[torch.device, torch.dtype], list[Member]] = {}
@@ -157,6 +170,17 @@ class WholeTensorOptimizer(Optimizer):
                 "ones, or torch.optim.SparseAdam for embeddings with sparse=True."
             )
 
+    def _check_shapes(self, shapes: set[tuple[int, ...]]) -> None:
+        """Refuse what has taken the place of parameters and is none, such as DeepSpeed's flat partitions."""
+        if self.is_elementwise or shapes & self._shapes or None in self._shapes or not self._shapes:
+            return
+        raise RuntimeError(
+            f"{type(self).__name__} looks at whole tensors, and has got one of shape {list(max(shapes))} in the place "
+            "of those that it was made for: something has flattened them, as DeepSpeed does, and norms would be those "
+            "of pieces. Use strategy='hybrid_ptdp' with zero_stage=1, 2 or 3; if shapes have changed, make a new "
+            "optimizer."
+        )
+
     def _member(self, parameter: Tensor, extra: Sequence[Dealing]) -> Member:
         self._check(parameter)
         gradient = parameter.grad
@@ -166,6 +190,7 @@ class WholeTensorOptimizer(Optimizer):
         shape = list(parameter.shape)
         for dealing in extra:
             shape[dealing.dim] = dealing.length
+        self._check_shapes({tuple(parameter.shape), tuple(shape)})  # a second run is made for slices
         dealings = [*mesh_dealings(parameter), *extra]
         return Member(parameter, local(parameter), local(gradient), self.state[parameter], dealings, tuple(shape))
 

@@ -111,3 +111,18 @@ def save_all(folder, tasks):
 def go_on(folder, tasks):
     """Train the second half from each (name, optimizer, row)."""
     return [train(optimizer, row, resume=folder / name, state_dict_type="full") for name, optimizer, row in tasks]
+
+
+def train_twice(optimizer, row):
+    """Weights after two runs of one Trainer, the second with a new optimizer over what the first left."""
+    trainer = trainer_of(row.strategy(), limit_train_batches=STEPS // 2)
+    rank = dist.get_rank() // row.tensor % row.data if dist.is_initialized() else 0
+    module, batches = Parts(optimizer), loader(data(BATCH * STEPS), rank, row.data, BATCH)
+    for num_epochs in (1, 2):
+        trainer.fit_loop.max_epochs = num_epochs
+        trainer.fit(module, batches)
+    return dict(trainer.strategy.lightning_module_state_dict())
+
+
+def train_all_twice(tasks):
+    return [train_twice(optimizer, row) for optimizer, row in tasks]

@@ -63,6 +63,27 @@ def test_a_closure_is_called_once_with_gradients(kind):
     assert (parameter < 1).all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_parameter_in_the_place_of_parameters_is_refused(kind):
+    """As DeepSpeed does: one flat tensor for a group."""
+    optimizer = kind([nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(2))], lr=0.1)
+    flat = nn.Parameter(torch.ones(14))
+    flat.grad = torch.ones(14)
+    optimizer.param_groups[0]["params"] = [flat]
+    with pytest.raises(RuntimeError, match=r"one of shape \[14\] in the place"):
+        optimizer.step()
+    assert (flat == 1).all()
+
+
+def test_parameters_that_get_their_shape_later_are_taken():
+    layer = nn.LazyLinear(2)
+    optimizer = Lamb(layer.parameters(), lr=0.1)
+    layer(torch.ones(1, 3)).sum().backward()
+    before = layer.weight.detach().clone()
+    optimizer.step()
+    assert not layer.weight.equal(before)
+
+
 def test_parts_of_all_updates_travel_together_once_for_each_axis():
     one, other = Axis(), Axis()
     answers = []

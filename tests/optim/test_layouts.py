@@ -4,7 +4,7 @@ import pytest
 from torch.testing import assert_close
 
 from tests.launch import run_trainers
-from tests.optim.layouts import OPTIMIZERS, Row, go_on, save_all, train_all
+from tests.optim.layouts import OPTIMIZERS, Row, go_on, save_all, train_all, train_all_twice
 
 ROWS = [
     Row(data=2),
@@ -36,6 +36,13 @@ def test_every_layout_gives_the_numbers_of_one_process(size, table):
     for (optimizer, row), found in zip(tasks, outcomes, strict=True):
         about = f"{optimizer} {row}"
         assert_close(found, expected[optimizer], rtol=1e-9, atol=1e-12, msg=lambda text, at=about: f"{at}: {text}")
+
+
+def test_a_second_run_makes_its_optimizer_over_what_is_left():
+    tasks = [("lamb", Row(tensor=2)), ("adafactor", Row(data=2, expert=2, zero=3)), ("sm3", Row(pipeline=2))]
+    outcomes = run_trainers(2, train_all_twice, tasks, timeout=300)[0]
+    expected = train_all_twice([(optimizer, Row()) for optimizer, _ in tasks])
+    assert_close(outcomes, expected, rtol=1e-9, atol=1e-12)
 
 
 SAVED = {  # name -> where it is saved, and in which form
