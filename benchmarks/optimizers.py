@@ -25,12 +25,12 @@ Make = Callable[[Iterable[Parameter]], Optimizer]
 Shapes = Sequence[Sequence[int]]
 
 RIVAL: Make = partial(AdamW, lr=1e-3, weight_decay=0.01, foreach=True)
-OURS: dict[str, Make] = {
+OURS: dict[str, Make] = {  # RMSpropToSGD in its first epoch, when both work
     "lars": partial(Lars, lr=0.1, weight_decay=0.01),
     "lamb": partial(Lamb, lr=1e-3, weight_decay=0.01),
     "adafactor": partial(Adafactor, lr=1e-2, weight_decay=0.01),
     "sm3": partial(SM3, lr=0.1, weight_decay=0.01),
-    "rmsprop_to_sgd": partial(RMSpropToSGD, lr=0.1, weight_decay=0.01, steps_per_epoch=NUM_ROUNDS / 20),
+    "rmsprop_to_sgd": partial(RMSpropToSGD, lr=0.1, weight_decay=0.01, steps_per_epoch=NUM_ROUNDS),
     "sm3_momentum": partial(SM3, lr=0.1, momentum=0.9, weight_decay=0.01),
 }
 SMALL = ("adafactor", "sm3")  # of states

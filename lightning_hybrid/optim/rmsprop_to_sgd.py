@@ -89,8 +89,11 @@ class RMSpropToSGD(WholeTensorOptimizer):
         by_count: dict[float, list[Member]] = {}
         for member in members:
             by_count.setdefault(member.advance() - 1, []).append(member)
+        on_cpu = members[0].data.device.type == "cpu"
         for count, alike in by_count.items():
-            _move(group, alike, curve(count / group["steps_per_epoch"], group["center"], group["period"]))
+            share = curve(count / group["steps_per_epoch"], group["center"], group["period"])
+            for together in [[member] for member in alike] if on_cpu else [alike]:  # a CPU's cache holds one's values
+                _move(group, together, share)
         yield from ()
 
 
