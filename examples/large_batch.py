@@ -35,7 +35,7 @@ from lightning_hybrid.callbacks import WeightDecayRules
 from lightning_hybrid.optim import SM3, Adafactor, Lamb, Lars, OptimizerTransition, RMSpropToSGD, transition_schedule
 
 STEP = 3.0  # from one rate to the next
-RULES: dict[Any, float] = {"*.bias": 0, "BatchNorm2d": 0}
+RULES: dict[Any, float] = {"*bias": 0, "BatchNorm2d": 0}
 
 
 class Run(NamedTuple):

@@ -44,7 +44,7 @@ class WeightDecayRules(Callback):
             counts, and without one its weight decay stays. A type stands for the parameters in modules of it, within
             the LightningModule. A string is a pattern as of `fnmatch`, and stands for parameters with components of
             their names, one or several that follow each other, that match it: "head" for `model.head.weight`, "norm*"
-            for `blocks.0.norm1.bias`, "*.bias" for the biases of all modules. Or it is the name of a type, or a pattern
+            for `blocks.0.norm1.bias`, "*bias" for what ends so, `in_proj_bias` too. Or it is the name of a type, or a pattern
             of such names: "LayerNorm", "*Norm*".
 
     Raises:
@@ -56,7 +56,7 @@ class WeightDecayRules(Callback):
 
     def __init__(self, rules: Mapping[str | type[nn.Module], float]) -> None:
         if not isinstance(rules, Mapping) or not rules:
-            raise ValueError(f"rules={rules!r}: give at least one pattern and its multiplier, such as {{'*.bias': 0}}.")
+            raise ValueError(f"rules={rules!r}: give patterns with their multipliers, such as {{'*bias': 0}}.")
         for rule, multiplier in rules.items():
             _check_rule(rule, multiplier)
         self.rules = dict(rules)

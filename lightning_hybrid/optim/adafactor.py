@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from lightning_hybrid.compat import foreach
-from lightning_hybrid.optim.arguments import check_at_least, check_range
+from lightning_hybrid.optim.arguments import check_at_least, check_pair, check_range
 from lightning_hybrid.optim.base import Member, Request, Update, WholeTensorOptimizer
 from lightning_hybrid.optim.norms import squared_norms
 from lightning_hybrid.optim.wholes import Contribution
@@ -66,6 +66,7 @@ class Adafactor(WholeTensorOptimizer):
         relative_step: bool = True,
         min_dim_size_to_factor: int = 32,
     ) -> None:
+        check_pair(self, eps=eps)
         check_at_least(self, 0, lr=lr, eps2=eps[1], weight_decay=weight_decay)
         check_at_least(self, LEAST, eps1=eps[0], clip_threshold=clip_threshold)
         check_at_least(self, 1, min_dim_size_to_factor=min_dim_size_to_factor)

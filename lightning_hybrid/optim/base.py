@@ -100,6 +100,16 @@ class WholeTensorOptimizer(Optimizer):
         super().__setstate__(state)
         self._shapes = getattr(self, "_shapes", set())  # a copy has not got them
 
+    @override
+    def load_state_dict(self, state_dict: Any) -> None:
+        """As torch's.
+
+        Raises:
+            ValueError: If the state is one of another kind of optimizer.
+        """
+        check_options(self, state_dict["param_groups"], self.defaults)
+        super().load_state_dict(state_dict)
+
     @abstractmethod
     def update(self, group: dict[str, Any], members: Sequence[Member]) -> Update:
         """Step with some parameters of a group that have one type and device, and gradients."""
@@ -158,8 +168,8 @@ class WholeTensorOptimizer(Optimizer):
     def _check(self, parameter: Tensor) -> None:
         if not self.is_elementwise and is_flattened(parameter):
             raise RuntimeError(
-                f"{type(self).__name__} looks at whole tensors, and FullyShardedDataParallel has flattened one of "
-                f"{list(parameter.shape)}: norms would be those of pieces. Shard with fully_shard instead "
+                f"{type(self).__name__} looks at whole tensors, and FullyShardedDataParallel has flattened a parameter "
+                f"to shape {list(parameter.shape)}: norms would be those of pieces. Shard with fully_shard instead "
                 "(ModelParallelStrategy, or strategy='hybrid_ptdp' with zero_stage=3)."
             )
         is_sparse = parameter.grad is not None and parameter.grad.is_sparse
@@ -217,6 +227,21 @@ def collapsed_dims(optimizer: Optimizer, entry: str, shape: Sequence[int]) -> fr
     """`WholeTensorOptimizer.collapsed` of any optimizer; none of those of others."""
     ask = getattr(optimizer, "collapsed", None)
     return ask(entry, shape) if ask is not None else frozenset()
+
+
+def check_options(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]], wanted: Mapping[str, Any]) -> None:
+    """Refuse saved groups that lack options.
+
+    Raises:
+        ValueError: With what they have.
+    """
+    for group in saved:
+        if wanted.keys() - group.keys():
+            options = sorted(group.keys() - {"params", "param_names"})
+            raise ValueError(
+                f"The saved state has groups with the options {options} and is of no {type(optimizer).__name__}. "
+                "Resume with the optimizer that was saved, or load the weights alone (load_from_checkpoint)."
+            )
 
 
 def new_state(parameter: Tensor, collapsed: Collection[int] = (), dtype: torch.dtype | None = None) -> Tensor:

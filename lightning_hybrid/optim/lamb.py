@@ -13,7 +13,13 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from lightning_hybrid.compat import foreach
-from lightning_hybrid.optim.arguments import check_at_least, check_fraction, check_range
+from lightning_hybrid.optim.arguments import (
+    check_at_least,
+    check_fraction,
+    check_layerwise,
+    check_pair,
+    check_range,
+)
 from lightning_hybrid.optim.base import Member, Request, Update, WholeTensorOptimizer
 from lightning_hybrid.optim.norms import adapts, norms_of, squared_norms, trust
 
@@ -62,10 +68,14 @@ class Lamb(WholeTensorOptimizer):
         max_trust_ratio: float | None = None,
         adapt: bool | None = None,
     ) -> None:
-        check_at_least(self, 0, lr=lr, eps=eps, weight_decay=weight_decay, max_trust_ratio=max_trust_ratio)
+        check_at_least(self, 0, lr=lr, eps=eps, weight_decay=weight_decay)
+        check_layerwise(self, adapt, max_trust_ratio)
+        check_pair(self, betas=betas)
         check_fraction(self, beta1=betas[0], beta2=betas[1])
-        if weight_norm_bounds is not None and not 0 <= weight_norm_bounds[0] <= weight_norm_bounds[1]:
-            raise ValueError(f"Lamb(weight_norm_bounds={weight_norm_bounds}) must be a lower and an upper bound.")
+        if weight_norm_bounds is not None:
+            check_pair(self, weight_norm_bounds=weight_norm_bounds)
+            if not 0 <= weight_norm_bounds[0] <= weight_norm_bounds[1]:
+                raise ValueError(f"Lamb(weight_norm_bounds={weight_norm_bounds}) must be a lower and an upper bound.")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt}
         defaults |= {"bias_correction": bias_correction, "weight_norm_bounds": weight_norm_bounds}
         defaults |= {"max_trust_ratio": max_trust_ratio}

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from lightning_hybrid.compat import foreach
-from lightning_hybrid.optim.arguments import check_at_least, check_fraction
+from lightning_hybrid.optim.arguments import check_at_least, check_fraction, check_layerwise
 from lightning_hybrid.optim.base import Member, Request, Update, WholeTensorOptimizer
 from lightning_hybrid.optim.norms import adapts, norms_of, squared_norms, trust
 
@@ -58,7 +58,7 @@ class Lars(WholeTensorOptimizer):
         nesterov: bool = False,
     ) -> None:
         check_at_least(self, 0, lr=lr, weight_decay=weight_decay, trust_coefficient=trust_coefficient)
-        check_at_least(self, 0, max_trust_ratio=max_trust_ratio)
+        check_layerwise(self, adapt, max_trust_ratio)
         check_fraction(self, momentum=momentum)
         if nesterov and not momentum:
             raise ValueError("Lars(nesterov=True) looks ahead along its momentum, which is 0. Set momentum above 0.")

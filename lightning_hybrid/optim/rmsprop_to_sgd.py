@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from lightning_hybrid.compat import foreach
 from lightning_hybrid.functional.transitions import literal_transition_weight, transition_weight
 from lightning_hybrid.optim.arguments import check_at_least, check_fraction, check_range
 from lightning_hybrid.optim.base import Member, Update, WholeTensorOptimizer
+
+CURVE = ("steps_per_epoch", "center", "period", "literal")
+LEAP = 5.0  # from one rate to the next
 
 
 class RMSpropToSGD(WholeTensorOptimizer):
@@ -48,6 +52,9 @@ class RMSpropToSGD(WholeTensorOptimizer):
         literal: Take a as it circulates, see `literal_transition_weight`: for a quarter of the period it is above 1,
             so that r is negative and RMSprop's part goes uphill. Nothing is limited.
 
+    Attributes:
+        last_share: a of the last step, to be logged; None before the first.
+
     Raises:
         ValueError: If an option is outside its range.
 
@@ -56,6 +63,7 @@ class RMSpropToSGD(WholeTensorOptimizer):
     """
 
     is_elementwise = True
+    last_share: float | None = None
 
     def __init__(
         self,
@@ -72,6 +80,7 @@ class RMSpropToSGD(WholeTensorOptimizer):
         weight_decay: float = 0.0,
         literal: bool = False,
     ) -> None:
+        self._rates, self._has_warned = dict[int, float](), False
         check_at_least(self, 0, lr=lr, center=center, rms_lr=rms_lr, weight_decay=weight_decay)
         check_fraction(self, momentum=momentum, rms_decay=rms_decay)
         for name, value in {"steps_per_epoch": steps_per_epoch, "period": period, "eps": eps}.items():
@@ -82,19 +91,49 @@ class RMSpropToSGD(WholeTensorOptimizer):
         super().__init__(params, {**defaults, "weight_decay": weight_decay, "literal": literal})
 
     @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._rates, self._has_warned = dict[int, float](), False
+
+    @override
     def update(self, group: dict[str, Any], members: Sequence[Member]) -> Update:
         """As `WholeTensorOptimizer` says; there is nothing to sum."""
         check_range(self, members[0].data.dtype)
+        self._watch_rate(group)
         curve = literal_transition_weight if group["literal"] else transition_weight
         by_count: dict[float, list[Member]] = {}
         for member in members:
             by_count.setdefault(member.advance() - 1, []).append(member)
         on_cpu = members[0].data.device.type == "cpu"
         for count, alike in by_count.items():
-            share = curve(count / group["steps_per_epoch"], group["center"], group["period"])
+            self.last_share = share = curve(count / group["steps_per_epoch"], group["center"], group["period"])
             for together in [[member] for member in alike] if on_cpu else [alike]:  # a CPU's cache holds one's values
                 _move(group, together, share)
         yield from ()
+
+    @override
+    def load_state_dict(self, state_dict: Any) -> None:
+        """As torch's, with a warning if a saved curve counts in the place of this one's."""
+        own = [[group[name] for name in CURVE] for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for before, group in zip(own, self.param_groups, strict=True):
+            saved = [group[name] for name in CURVE]
+            if saved != before:
+                text = ", ".join(f"{name}={old!r}" for name, old in zip(CURVE, saved, strict=True))
+                warnings.warn(f"The saved {text} of RMSpropToSGD count, and {before} do not.", stacklevel=2)
+
+    def _watch_rate(self, group: dict[str, Any]) -> None:
+        """Warn once where the rate leaps while RMSprop's past steps, which go with it, are in the buffers."""
+        now, share = float(group["lr"]), self.last_share
+        before, self._rates[id(group)] = self._rates.get(id(group), 0.0), now
+        if 0 < before * LEAP < now and share is not None and share < 1 and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"The lr of RMSpropToSGD went from {before:.3g} to {now:.3g} in one step, and so did what its momentum "
+                "has of RMSprop's steps, which may diverge. Let a warm-up of n steps begin at 1/n: "
+                "LinearLR(optimizer, start_factor=1 / n, total_iters=n).",
+                stacklevel=2,
+            )
 
 
 def _move(group: dict[str, Any], members: Sequence[Member], share: float) -> None:

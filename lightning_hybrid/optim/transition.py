@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hybrid.compat import foreach
+from lightning_hybrid.optim.base import check_options
 from lightning_hybrid.optim.transition_checks import check_alone, check_pair, check_unscheduled
 from lightning_hybrid.optim.wholes import Dealing, local
 
@@ -44,6 +45,9 @@ class OptimizerTransition(Optimizer):
         schedule: Weight of the second in step 0, 1, ..., such as `transition_schedule(...)`. It depends on the step
             alone, so that all processes have the same.
 
+    Attributes:
+        last_weight: Weight of the second in the last step, to be logged; None before the first.
+
     Raises:
         ValueError: If the two have different parameters, one needs a closure or sparse gradients, or has no `lr`, or a
             scheduler is made for one of them.
@@ -51,10 +55,14 @@ class OptimizerTransition(Optimizer):
     Source: The idea is Akiba et al.'s (2017); `RMSpropToSGD` is theirs, whose two halves share a momentum buffer.
     """
 
+    last_weight: float | None = None
+
     def __init__(self, first: Optimizer, second: Optimizer, schedule: Callable[[int], float]) -> None:
         for optimizer in (first, second):
             check_alone(optimizer)
         check_pair(first, second)
+        if not callable(schedule):
+            raise ValueError(f"schedule={schedule!r} must give the weight of the second optimizer for each step.")
         self._schedule = schedule
         self._parts = tuple(_Part(prefix, each) for prefix, each in zip(PREFIXES, (first, second), strict=True))
         groups: list[dict[str, Any]] = [{} for _ in first.param_groups]
@@ -120,6 +128,7 @@ class OptimizerTransition(Optimizer):
                 f"The schedule of OptimizerTransition gives {weight} in step {number}. The weight of the second "
                 "optimizer must be from 0 to 1 in each step."
             )
+        self.last_weight = float(weight)
         if weight == 1:
             self._parts[1].step(self)
         else:
@@ -149,6 +158,7 @@ class OptimizerTransition(Optimizer):
 
     @override
     def load_state_dict(self, state_dict: Any) -> None:
+        check_options(self, state_dict["param_groups"], self.defaults)
         seen: dict[str, Any] = {}
         last = self.register_load_state_dict_pre_hook(lambda _, state: seen.update(state))
         try:

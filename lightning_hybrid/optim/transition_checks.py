@@ -13,6 +13,11 @@ def check_alone(optimizer: Optimizer) -> None:
     Raises:
         ValueError: Naming it, and the way out.
     """
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"An OptimizerTransition goes from one optimizer to another, and got {optimizer!r}. Make both first, over "
+            "the same parameters."
+        )
     name = type(optimizer).__name__
     kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     given = list(signature(type(optimizer).step).parameters.values())[1:]

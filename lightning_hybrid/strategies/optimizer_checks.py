@@ -17,6 +17,7 @@ from lightning_hybrid.optim.transition import flattened
 from lightning_hybrid.parallel.experts.parallel import parameters_of_experts
 from lightning_hybrid.parallel.mesh import Layout
 
+WORKS: dict[type[Optimizer], str] = {Adafactor: "lightning_hybrid.optim.Adafactor"}  # in the place of torch's
 KNOWN = ("torch.optim", "lightning_hybrid.optim")  # whose work on slices is known
 
 
@@ -39,7 +40,7 @@ def check_optimizers(
         if isinstance(optimizer, Adafactor | Rprop) and sharded:
             raise ValueError(
                 f"torch.optim.{type(optimizer).__name__} cannot work on sharded parameters. Set zero_stage=0, or "
-                "choose another one."
+                f"choose {WORKS.get(type(optimizer), 'another one')}."
             )
         if isinstance(optimizer, LBFGS):
             raise ValueError(
@@ -54,12 +55,13 @@ def _check_work_on_slices(optimizers: Sequence[Optimizer], keyword: str, size: i
         if isinstance(optimizer, Adafactor | Muon):
             raise ValueError(
                 f"torch.optim.{name} looks at whole parameters, and with {keyword}={size} it would see slices. Choose "
-                f"an optimizer that works element by element, such as AdamW, or set {keyword}=1."
+                f"{WORKS.get(type(optimizer), 'one that works element by element, such as AdamW')}, or set {keyword}=1."
             )
         if not type(optimizer).__module__.startswith(KNOWN) and not isinstance(optimizer, LBFGS | WholeTensorOptimizer):
             rank_zero_warn(
-                f"{name} sees slices of the split parameters with {keyword}={size}. If it works element by element, "
-                "nothing changes; if it takes norms or means of a parameter, they are those of a slice."
+                f"{name} of {type(optimizer).__module__} sees slices of the split parameters with {keyword}={size}. If "
+                "it works element by element, nothing changes; if it takes norms or means of a parameter, they are "
+                "those of a slice. The optimizers of lightning_hybrid.optim see whole tensors."
             )
 
 

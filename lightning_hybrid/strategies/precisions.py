@@ -12,6 +12,7 @@ from torch.optim import Adafactor, Optimizer, Rprop
 
 from lightning_hybrid.optim.transition import flattened
 from lightning_hybrid.parallel.engine import Engine
+from lightning_hybrid.strategies.optimizer_checks import WORKS
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-true", "16-mixed")
 KNOWN = (Precision, DoublePrecision, MixedPrecision)
@@ -88,8 +89,8 @@ def check_masters(precision: Precision, module: LightningModule, optimizers: Seq
         if isinstance(optimizer, Adafactor | Rprop):
             raise ValueError(
                 f"torch.optim.{type(optimizer).__name__} cannot work on the sharded masters of "
-                f"precision={precision.precision!r}. Choose another optimizer, or precision='bf16-mixed' with "
-                "zero_stage=0."
+                f"precision={precision.precision!r}. Choose {WORKS.get(type(optimizer), 'another optimizer')}, or "
+                "precision='bf16-mixed' with zero_stage=0."
             )
 
 

@@ -184,8 +184,8 @@ def test_configurations_train_as_groups_by_hand_with_every_strategy(monkeypatch,
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({}, ValueError, r"rules={}: give at least one pattern"),
-        (["*.bias"], ValueError, r"rules=\['\*.bias'\]: give at least one pattern"),
+        ({}, ValueError, r"rules={}: give patterns with their multipliers"),
+        (["*.bias"], ValueError, r"rules=\['\*.bias'\]: give patterns with their multipliers"),
         ({"head": -1}, ValueError, r"rules\['head'\]=-1 must be finite and at least 0"),
         ({"head": float("nan")}, ValueError, r"rules\['head'\]=nan must be finite"),
         ({"head": float("inf")}, ValueError, r"rules\['head'\]=inf must be finite"),

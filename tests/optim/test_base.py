@@ -84,6 +84,14 @@ def test_parameters_that_get_their_shape_later_are_taken():
     assert not layer.weight.equal(before)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_of_another_kind_are_refused(kind):
+    parameter = nn.Parameter(torch.ones(3))
+    saved = torch.optim.AdamW([parameter]).state_dict()
+    with pytest.raises(ValueError, match=rf"'betas'.* and is of no {kind.__name__}\."):
+        kind([parameter], lr=0.1).load_state_dict(saved)
+
+
 def test_parts_of_all_updates_travel_together_once_for_each_axis():
     one, other = Axis(), Axis()
     answers = []

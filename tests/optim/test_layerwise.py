@@ -149,6 +149,9 @@ def test_options_outside_their_range_are_refused(make, option):
         (make_lars, {"momentum": 0.0, "nesterov": True}, "Set momentum above 0"),
         (make_lamb, {"betas": (0.9, 1.0)}, r"Lamb\(beta2=1.0\)"),
         (make_lamb, {"weight_norm_bounds": (2.0, 1.0)}, "a lower and an upper bound"),
+        (make_lamb, {"weight_norm_bounds": 10}, "must be two numbers"),
+        (make_lamb, {"adapt": "False"}, "must be True, False or None"),
+        (make_lars, {"lr": "1e-3"}, "must be a finite number"),
     ],
 )
 def test_options_of_one_outside_their_range_are_refused(make, option, message):

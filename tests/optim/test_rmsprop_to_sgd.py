@@ -106,3 +106,26 @@ def test_float16_is_refused():
 def test_options_outside_their_range_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         RMSpropToSGD(parameters(), 0.1, **{"steps_per_epoch": 1, **options})
+
+
+def test_a_leap_of_the_rate_is_warned_of_while_rmsprop_steps():
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = RMSpropToSGD([parameter], 0.5, steps_per_epoch=4)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / 8, total_iters=8)
+    for _ in range(10):  # even: no warning, which is an error in tests
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        schedule.step()
+    optimizer.param_groups[0]["lr"] = 5.0
+    with pytest.warns(UserWarning, match=r"went from 0.5 to 5 in one step.*start_factor=1 / n"):
+        optimizer.step()
+    assert 0 < optimizer.last_share < 1
+
+
+def test_a_saved_curve_counts_with_a_warning():
+    parameter = nn.Parameter(torch.ones(3))
+    saved = RMSpropToSGD([parameter], 0.5, steps_per_epoch=4, center=3).state_dict()
+    optimizer = RMSpropToSGD([parameter], 0.5, steps_per_epoch=8, center=3)
+    with pytest.warns(UserWarning, match=r"saved steps_per_epoch=4, center=3, period=5.0, literal=False of RMS"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["steps_per_epoch"] == 4

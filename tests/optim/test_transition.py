@@ -365,3 +365,26 @@ def test_what_acts_on_one_of_the_two_later_is_refused():
     optimizer = OptimizerTransition(Driven(held, 0.1), SGD(held, 0.1), at_half)
     with pytest.raises(RuntimeError, match=r"Driven has set its own lr from 0\.1 to 0\.05"):
         run(optimizer, held, [0])
+
+
+def test_what_is_no_optimizer_or_schedule_is_refused():
+    held = parameters()
+    with pytest.raises(ValueError, match="from one optimizer to another, and got"):
+        OptimizerTransition(SGD, SGD(held, 0.1), lambda step: 0)
+    with pytest.raises(ValueError, match=r"schedule=0.5 must give the weight"):
+        OptimizerTransition(SGD(held, 0.1), SGD(held, 0.1), 0.5)
+
+
+def test_another_half_is_refused_when_states_are_loaded():
+    held = parameters()
+    saved = OptimizerTransition(AdamW(held), SGD(held, 0.1), lambda step: 0).state_dict()
+    with pytest.raises(ValueError, match="is of no OptimizerTransition"):
+        OptimizerTransition(Lamb(held), SGD(held, 0.1), lambda step: 0).load_state_dict(saved)
+
+
+def test_the_last_weight_is_there_to_be_logged():
+    held = parameters()
+    optimizer = OptimizerTransition(SGD(held, 0.1), SGD(held, 0.1), lambda step: step / 4)
+    assert optimizer.last_weight is None
+    run(optimizer, held, range(3))
+    assert optimizer.last_weight == 0.5

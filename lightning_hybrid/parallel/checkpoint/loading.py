@@ -180,12 +180,12 @@ def _check_groups(
     here = [len(members) for members in names]
     known = {name for members in names for name in members}
     strange = [name for members in wanted for name in members if name not in known]
-    if _is_other_kind(optimizer, saved):
-        options = sorted(saved[0].keys() - {"params", "param_names"})
+    other = _other_kind(optimizer, saved[0]) if saved else None
+    if other is not None:
+        half, kind, options = other
         raise ValueError(
-            f"The checkpoint's optimizer has the options {options} and is no "
-            f"{type(optimizer).__name__}. Resume with the optimizer that was saved, or load the weights alone "
-            "(load_from_checkpoint)."
+            f"The checkpoint's {half}optimizer has the options {sorted(options)} and is no {kind}. Resume with the "
+            "optimizer that was saved, or load the weights alone (load_from_checkpoint)."
         )
     if found != here or strange:
         raise ValueError(
@@ -201,9 +201,15 @@ def _check_groups(
         )
 
 
-def _is_other_kind(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether groups are of another class, by the options that each has and the other lacks."""
-    return bool(saved) and _are_other_options(optimizer, saved[0])
+def _other_kind(optimizer: Optimizer, saved: Mapping[str, Any]) -> tuple[str, str, set[str]] | None:
+    """Of a saved group of another class: which half of a transition is, what it is not, and its options."""
+    name, options = type(optimizer).__name__, saved.keys() - {"params", "param_names"}
+    if isinstance(optimizer, OptimizerTransition) and "first_lr" in saved:
+        for half, (each, own) in zip(("first ", "second "), optimizer.inner_options(saved), strict=True):
+            if _are_other_options(each, own):
+                return half, type(each).__name__, set(own)
+        return None
+    return ("", name, set(options)) if _are_other_options(optimizer, saved) else None
 
 
 def _are_other_options(optimizer: Optimizer, saved: Mapping[str, Any]) -> bool:
