@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch import Tensor
 from lightning_hybrid.compat import foreach
 from lightning_hybrid.optim.base import Member
 from lightning_hybrid.optim.wholes import Contribution
+
+PIECE = 2**16  # numbers, of which a norm is right to 1e-6
 
 
 def adapts(option: bool | None, shape: Sequence[int]) -> bool:
@@ -20,8 +23,17 @@ def adapts(option: bool | None, shape: Sequence[int]) -> bool:
 def squared_norms(members: Sequence[Member], values: Sequence[Tensor]) -> list[Contribution]:
     """Squared 2-norms of values of the members' local parts, in float32 at least."""
     dtype = torch.promote_types(values[0].dtype, torch.float32)
-    norms = foreach("norm")(list(values), 2, dtype=dtype)
-    return [member.part(squared) for member, squared in zip(members, torch.stack(norms).square(), strict=True)]
+    pieces = [_pieces(each) for each in values]
+    squared = torch.stack(foreach("norm")(list(chain(*pieces)), 2, dtype=dtype)).square()
+    if len(squared) > len(members):
+        squared = torch.stack([part.sum() for part in squared.split([len(each) for each in pieces])])
+    return [member.part(each) for member, each in zip(members, squared, strict=True)]
+
+
+def _pieces(values: Tensor) -> Sequence[Tensor]:
+    """What norms are taken of: those that torch makes on CPUs of 40 million float32 numbers are wrong by 0.3 percent."""
+    is_long = values.numel() > PIECE and values.device.type == "cpu"
+    return values.reshape(-1).split(PIECE) if is_long else (values,)
 
 
 def norms_of(squared: Sequence[Tensor]) -> Tensor:

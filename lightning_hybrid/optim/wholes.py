@@ -120,7 +120,7 @@ def reduce(contributions: Sequence[Contribution], operation: Operation) -> list[
         Tensors of the values' shapes and types.
     """
     values = [contribution.value for contribution in contributions]
-    for axis in dict.fromkeys(axis for contribution in contributions for axis in contribution.axes):
+    for axis in dict.fromkeys(axis for each in contributions if each.dealings for axis in each.axes):
         concerned = [i for i, contribution in enumerate(contributions) if axis in contribution.axes]
         dtype, home = torch.float32, values[concerned[0]].device
         for i in concerned:

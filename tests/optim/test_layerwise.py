@@ -8,6 +8,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from lightning_hybrid.optim import Lamb, Lars
+from lightning_hybrid.optim.base import Member
+from lightning_hybrid.optim.norms import squared_norms
 from tests.optim import by_hand_layerwise, steps
 
 RATES = [0.1 * (1 + step % 3) for step in range(steps.NUM_STEPS)]  # a schedule
@@ -112,6 +114,12 @@ def test_a_step_of_lamb_has_the_length_of_the_rate():
         before = parameter.detach().clone()
         steps.take_steps(optimizer, [parameter], [[torch.randn(6, 5, dtype=torch.float64) * 10.0**step]])
         assert_close((parameter - before).norm(), 0.01 * before.norm(), rtol=1e-12, atol=0)
+
+
+def test_norms_of_many_numbers_are_right_in_float32():
+    values = 3 * torch.randn(2_000_000) + 1  # for which torch's own is wrong by more than 1e-5
+    (found,) = squared_norms([Member(values, values, values, {}, (), tuple(values.shape))], [values])
+    assert float(found.value) == pytest.approx(float(values.double().square().sum()), rel=2e-6)
 
 
 def test_memory_formats_that_no_fused_kernel_takes():
