@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import sys
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -276,10 +277,14 @@ if __name__ == "__main__":
     parser.add_argument("--devices", type=int, default=1, help="of each training (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), dest="num_workers", help="trainings at a time")
     parser.add_argument("--quick", action="store_true", help="two optimizers, 4 epochs, one seed, three rates")
+    if "--quick" in sys.argv[1:]:  # what is given besides counts
+        parser.set_defaults(arms=["SGD", "LAMB"], epochs=4, num_seeds=1, num_rates=3)
     options = vars(parser.parse_args())
+    del options["quick"]
+    for name in ("epochs", "num_seeds", "num_rates"):
+        if options[name] < 1:
+            parser.error(f"--{name.removeprefix('num_')} {options[name]} must be at least 1")
     prepare()
-    if options.pop("quick"):
-        options |= {"arms": ["SGD", "LAMB"], "epochs": 4, "num_seeds": 1, "num_rates": 3}
     if options["devices"] > 1:
         options["num_workers"] = 0  # each training has processes of its own
     main(**options)

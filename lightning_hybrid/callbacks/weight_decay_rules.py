@@ -44,8 +44,8 @@ class WeightDecayRules(Callback):
             counts, and without one its weight decay stays. A type stands for the parameters in modules of it, within
             the LightningModule. A string is a pattern as of `fnmatch`, and stands for parameters with components of
             their names, one or several that follow each other, that match it: "head" for `model.head.weight`, "norm*"
-            for `blocks.0.norm1.bias`, "*bias" for what ends so, `in_proj_bias` too. Or it is the name of a type, or a pattern
-            of such names: "LayerNorm", "*Norm*".
+            for `blocks.0.norm1.bias`, "*bias" for what ends so, `in_proj_bias` too. Or it is the name of a type, or a
+            pattern of such names: "LayerNorm", "*Norm*".
 
     Raises:
         ValueError: If there is no rule, or a multiplier is negative or not finite.
