@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import sys
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor

@@ -31,7 +31,7 @@ def squared_norms(members: Sequence[Member], values: Sequence[Tensor]) -> list[C
 
 
 def _pieces(values: Tensor) -> Sequence[Tensor]:
-    """What norms are taken of: those that torch makes on CPUs of 40 million float32 numbers are wrong by 0.3 percent."""
+    """What norms are taken of: torch's on CPUs of 40 million float32 numbers are 0.3 percent wrong."""
     is_long = values.numel() > PIECE and values.device.type == "cpu"
     return values.reshape(-1).split(PIECE) if is_long else (values,)
 
