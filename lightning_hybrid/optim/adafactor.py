@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -89,7 +88,8 @@ class Adafactor(WholeTensorOptimizer):
         squares = foreach("addcmul")([eps] * len(members), gradients, gradients)
         of_data = squared_norms(members, data) if group["scale_parameter"] else []
         found = yield Request([*of_data, *factors.parts(squares[:count])])
-        means = factors.advance(found[len(of_data) :], newness[:count])
+        factors.advance(found[len(of_data) :], newness[:count])
+        means = yield from factors.means()
         directions = factors.directions(gradients[:count], means, squares[:count])
         if others:
             moments = [member.entry("exp_avg_sq") for member in others]
@@ -131,34 +131,40 @@ class Factors:
         self.columns = [m.entry("exp_avg_sq_col", {row}) for m, (row, _) in zip(members, self.dims, strict=True)]
 
     def parts(self, squares: Sequence[Tensor]) -> list[Contribution]:
-        """Sums of squares over columns, over rows and over both, and of the present rows."""
-        over_columns, over_rows, over_both, of_rows = [], [], [], []
-        for member, (row, column), values, present in zip(self.members, self.dims, squares, self.rows, strict=True):
-            sums = values.sum(column, keepdim=True)
-            over_columns.append(member.part(sums, {column}))
-            over_rows.append(member.part(values.sum(row, keepdim=True), {row}))
-            over_both.append(member.part(sums.sum(row, keepdim=True), {row, column}))
-            of_rows.append(member.part(present.sum(row, keepdim=True), {row}))
-        return [*over_columns, *over_rows, *over_both, *of_rows]
+        """Sums of squares over columns, and over rows."""
+        sums: tuple[list[Contribution], list[Contribution]] = ([], [])
+        for member, (row, column), values in zip(self.members, self.dims, squares, strict=True):
+            for of_all, dim in zip(sums, (column, row), strict=True):
+                of_all.append(member.part(values.sum(dim, keepdim=True), {dim}))
+        return [*sums[0], *sums[1]]
 
-    def advance(self, sums: Sequence[Tensor], newness: Sequence[float]) -> list[Tensor]:
+    def advance(self, sums: Sequence[Tensor], newness: Sequence[float]) -> None:
         """Move the moments.
 
         Args:
             sums: Those of `parts`, over whole tensors.
             newness: Weights of the new squares.
-
-        Returns:
-            Means of the rows; from sums that came with the others, so that there is one exchange less.
         """
-        if not self.members:
-            return []
-        sizes = [[m.shape[dim] for dim in dims] for m, dims in zip(self.members, self.dims, strict=True)]
-        num_rows, num_columns = map(list, zip(*sizes, strict=True))
-        means = foreach("div")(list(sums), [*num_columns, *num_rows, *map(math.prod, sizes), *num_rows])
-        *new, of_rows = (means[i : i + len(sizes)] for i in range(0, len(means), len(sizes)))
-        foreach("lerp_")([*self.rows, *self.columns, *of_rows], list(chain(*new)), [*newness] * 3)
-        return of_rows
+        if self.members:
+            lengths = [m.shape[dims[i]] for i in (1, 0) for m, dims in zip(self.members, self.dims, strict=True)]
+            foreach("lerp_")([*self.rows, *self.columns], foreach("div")(list(sums), lengths), [*newness] * 2)
+
+    def means(self) -> Generator[Request, list[Tensor], list[Tensor]]:
+        """Means of the rows, or of the columns, which have the same mean, where these are whole and rows are not.
+
+        Only a matrix that is dealt out along both needs a sum, and with it an exchange.
+        """
+        found: list[Tensor] = []
+        parts: dict[int, Contribution] = {}
+        for member, (row, column), rows, columns in zip(self.members, self.dims, self.rows, self.columns, strict=True):
+            dealt = {dealing.dim for dealing in member.dealings}
+            if {row, column} <= dealt:
+                parts[len(found)] = member.part(rows.sum(row, keepdim=True) / member.shape[row], {row})
+            found.append(columns.mean(column, keepdim=True) if row in dealt else rows.mean(row, keepdim=True))
+        if parts:
+            for i, whole in zip(parts, (yield Request(list(parts.values()))), strict=True):
+                found[i] = whole
+        return found
 
     def directions(self, gradients: Sequence[Tensor], means: Sequence[Tensor], out: Sequence[Tensor]) -> list[Tensor]:
         """Gradients over the roots of what the factors make, in the memory `out`; no product of two underflows."""

@@ -107,7 +107,7 @@ class WholeTensorOptimizer(Optimizer):
         Raises:
             ValueError: If the state is one of another kind of optimizer.
         """
-        check_options(self, state_dict["param_groups"], self.defaults)
+        check_options(self, state_dict["param_groups"])
         super().load_state_dict(state_dict)
 
     @abstractmethod
@@ -229,14 +229,15 @@ def collapsed_dims(optimizer: Optimizer, entry: str, shape: Sequence[int]) -> fr
     return ask(entry, shape) if ask is not None else frozenset()
 
 
-def check_options(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]], wanted: Mapping[str, Any]) -> None:
+def check_options(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]]) -> None:
     """Refuse saved groups that lack options.
 
     Raises:
         ValueError: With what they have.
     """
+    wanted = optimizer.defaults.keys() & optimizer.param_groups[0].keys()  # torch adds to defaults when it loads
     for group in saved:
-        if wanted.keys() - group.keys():
+        if wanted - group.keys():
             options = sorted(group.keys() - {"params", "param_names"})
             raise ValueError(
                 f"The saved state has groups with the options {options} and is of no {type(optimizer).__name__}. "

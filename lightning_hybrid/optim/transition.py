@@ -158,7 +158,7 @@ class OptimizerTransition(Optimizer):
 
     @override
     def load_state_dict(self, state_dict: Any) -> None:
-        check_options(self, state_dict["param_groups"], self.defaults)
+        check_options(self, state_dict["param_groups"])
         seen: dict[str, Any] = {}
         last = self.register_load_state_dict_pre_hook(lambda _, state: seen.update(state))
         try:

@@ -215,7 +215,9 @@ def _other_kind(optimizer: Optimizer, saved: Mapping[str, Any]) -> tuple[str, st
 def _are_other_options(optimizer: Optimizer, saved: Mapping[str, Any]) -> bool:
     if isinstance(optimizer, OptimizerTransition):
         return any(_are_other_options(each, own) for each, own in optimizer.inner_options(saved))
-    less, more = optimizer.defaults.keys() - saved.keys(), saved.keys() - optimizer.param_groups[0].keys() - SCHEDULED
+    here = optimizer.param_groups[0].keys()
+    less = (optimizer.defaults.keys() & here) - saved.keys()  # torch adds to defaults when it loads
+    more = saved.keys() - here - SCHEDULED
     if isinstance(optimizer, WholeTensorOptimizer) or not saved:  # SM3's options are a part of SGD's and of others
         return bool(less or more)
     if "foreach" in less and type(optimizer).__module__.startswith("torch.optim."):  # all of torch's have it
