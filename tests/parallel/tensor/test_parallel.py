@@ -165,9 +165,9 @@ def about_slices():
         "tied": root.head.weight is root.embed.weight,
         "fused": torch.equal(root.fused.bias, whole.fused.bias[[0, 1, 3, 4, 6, 7] if rank == 0 else [2, 5, 8]]),
         "own": all(p.is_contiguous() and p._base is None for p in root.parameters()),
-        "other": tensor.whole("embed.weight", odd, root.embed.weight) is odd,
+        "other": tensor.whole("norm.weight", odd, odd.device) is odd,
         "step": tensor.part("embed.weight", torch.tensor(3.0)).item(),
-        "types": tensor.whole("fused.bias", root.fused.bias.detach().bfloat16(), root.fused.bias).dtype,
+        "types": tensor.whole("fused.bias", root.fused.bias.detach().bfloat16(), odd.device).dtype,
         "trees": trees(tensor.axis),
     }
 
@@ -208,3 +208,26 @@ def test_gradients_of_deferred_parameters_are_summed_and_of_no_others():
         assert names == ["down.bias", "norm.weight"]
         assert {name for name, values in found.items() if values == [3]} == set(names)
         assert all(values == [1 + rank] for name, values in found.items() if name not in names)
+
+
+def dealt_out():
+    root = Model()
+    engine = engine_of(root, Layout(1, 1, 2))
+    weight, bias = root.down.weight, root.down.bias  # slices of columns; whole
+    states = {
+        "moment": engine.deals_out("down.weight", weight, torch.zeros_like(weight)),
+        "of rows": engine.deals_out("down.weight", weight, weight[:, :1], frozenset({1})),
+        "of columns": engine.deals_out("down.weight", weight, weight[:1], frozenset({0})),
+        "step": engine.deals_out("down.weight", weight, torch.tensor(1.0)),
+        "count": engine.deals_out("down.weight", weight, 1),
+        "of a whole": engine.deals_out("down.bias", bias, torch.zeros_like(bias)),
+    }
+    [dealing] = engine.dealings()[weight]
+    return states, (dealing.dim, dealing.length), dealing.axis.reduce(torch.ones(2), "sum").tolist()
+
+
+def test_states_are_dealt_out_along_the_dimensions_that_they_have():
+    for states, dealing, total in run_ranks(2, dealt_out):
+        assert [name for name, is_dealt in states.items() if is_dealt] == ["moment", "of columns"]
+        assert dealing == (1, 6)
+        assert total == [2, 2]
