@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_hybrid.compat import foreach
 from lightning_hybrid.optim.arguments import check_at_least, check_pair, check_range
-from lightning_hybrid.optim.base import Member, Request, Update, WholeTensorOptimizer
+from lightning_hybrid.optim.base import Member, Request, Update, WholeTensorOptimizer, advance
 from lightning_hybrid.optim.norms import squared_norms
 from lightning_hybrid.optim.wholes import Contribution
 
@@ -82,7 +82,7 @@ class Adafactor(WholeTensorOptimizer):
         matrices, others = split(members, group["min_dim_size_to_factor"])
         factors, members, count = Factors(matrices), [*matrices, *others], len(matrices)
         data, gradients = [member.data for member in members], [member.gradient for member in members]
-        steps = [member.advance() for member in members]
+        steps = advance(members)
         newness = [step ** group["beta2_decay"] for step in steps]
         eps = data[0].new_full((), group["eps"][0])
         squares = foreach("addcmul")([eps] * len(members), gradients, gradients)
@@ -131,23 +131,25 @@ class Factors:
         self.columns = [m.entry("exp_avg_sq_col", {row}) for m, (row, _) in zip(members, self.dims, strict=True)]
 
     def parts(self, squares: Sequence[Tensor]) -> list[Contribution]:
-        """Sums of squares over columns, and over rows."""
-        sums: tuple[list[Contribution], list[Contribution]] = ([], [])
+        """What the squares here give to the means over columns, and over rows."""
+        means: tuple[list[Contribution], list[Contribution]] = ([], [])
         for member, (row, column), values in zip(self.members, self.dims, squares, strict=True):
-            for of_all, dim in zip(sums, (column, row), strict=True):
-                of_all.append(member.part(values.sum(dim, keepdim=True), {dim}))
-        return [*sums[0], *sums[1]]
+            dealt = {dealing.dim for dealing in member.dealings}
+            for of_all, dim in zip(means, (column, row), strict=True):
+                is_part = dim in dealt  # it may have none of them, and no mean
+                value = values.sum(dim, keepdim=True) / member.shape[dim] if is_part else values.mean(dim, keepdim=True)
+                of_all.append(member.part(value, {dim}))
+        return [*means[0], *means[1]]
 
-    def advance(self, sums: Sequence[Tensor], newness: Sequence[float]) -> None:
+    def advance(self, means: Sequence[Tensor], newness: Sequence[float]) -> None:
         """Move the moments.
 
         Args:
-            sums: Those of `parts`, over whole tensors.
+            means: Those of `parts`, over whole tensors.
             newness: Weights of the new squares.
         """
         if self.members:
-            lengths = [m.shape[dims[i]] for i in (1, 0) for m, dims in zip(self.members, self.dims, strict=True)]
-            foreach("lerp_")([*self.rows, *self.columns], foreach("div")(list(sums), lengths), [*newness] * 2)
+            foreach("lerp_")([*self.rows, *self.columns], list(means), [*newness] * 2)
 
     def means(self) -> Generator[Request, list[Tensor], list[Tensor]]:
         """Means of the rows, or of the columns, which have the same mean, where these are whole and rows are not.

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from lightning_hybrid.compat import is_flattened
+from lightning_hybrid.compat import foreach, is_flattened
 from lightning_hybrid.optim.wholes import Contribution, Dealing, Operation, local, mesh_dealings, reduce, sharded_dim
 
 
@@ -52,17 +52,20 @@ class Member(NamedTuple):
             self.state[name] = new_state(self.parameter, collapsed)
         return local(self.state[name])
 
-    def advance(self) -> float:
-        """Number of this step, from 1, among those in which the parameter had a gradient."""
-        if "step" not in self.state:
-            self.state["step"] = torch.zeros(())
-        step: Tensor = self.state["step"]
-        step += 1
-        return float(step)
-
     def part(self, value: Tensor, dims: Collection[int] | None = None) -> Contribution:
         """A value over the local part, as one of the whole's; see `Contribution`."""
         return Contribution(value, self.dealings, dims)
+
+
+def advance(members: Sequence[Member]) -> list[float]:
+    """Numbers of this step, from 1, among those in which each parameter had a gradient."""
+    for member in members:
+        if "step" not in member.state:
+            member.state["step"] = torch.zeros(())
+    steps = [member.state["step"] for member in members]
+    foreach("add_")(steps, 1)
+    alike = {step.device for step in steps}  # on the host, unless what loads states has moved them
+    return torch.stack(steps).tolist() if len(alike) == 1 else [float(step) for step in steps]
 
 
 class Request(NamedTuple):
@@ -180,29 +183,33 @@ class WholeTensorOptimizer(Optimizer):
                 "ones, or torch.optim.SparseAdam for embeddings with sparse=True."
             )
 
-    def _check_shapes(self, shapes: set[tuple[int, ...]]) -> None:
+    def _check_shape(self, shape: Sequence[int]) -> None:
         """Refuse what has taken the place of parameters and is none, such as DeepSpeed's flat partitions."""
-        if self.is_elementwise or shapes & self._shapes or None in self._shapes or not self._shapes:
+        if self.is_elementwise or None in self._shapes or not self._shapes:
             return
         raise RuntimeError(
-            f"{type(self).__name__} looks at whole tensors, and has got one of shape {list(max(shapes))} in the place "
+            f"{type(self).__name__} looks at whole tensors, and has got one of shape {list(shape)} in the place "
             "of those that it was made for: something has flattened them, as DeepSpeed does, and norms would be those "
             "of pieces. Use strategy='hybrid_ptdp' with zero_stage=1, 2 or 3; if shapes have changed, make a new "
             "optimizer."
         )
 
     def _member(self, parameter: Tensor, extra: Sequence[Dealing]) -> Member:
-        self._check(parameter)
-        gradient = parameter.grad
+        gradient, here = parameter.grad, parameter.shape
         assert gradient is not None
+        whole = list(here)
+        for dealing in extra:
+            whole[dealing.dim] = dealing.length
+        shape = tuple(whole)
+        known = shape in self._shapes or here in self._shapes  # a second run is made for slices
+        if gradient.is_sparse or not known:  # else it has been checked when it came
+            self._check(parameter)
+            if not known:
+                self._check_shape(here)
         if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
             gradient = gradient.redistribute(placements=parameter.placements)  # at once if they are the same
-        shape = list(parameter.shape)
-        for dealing in extra:
-            shape[dealing.dim] = dealing.length
-        self._check_shapes({tuple(parameter.shape), tuple(shape)})  # a second run is made for slices
         dealings = [*mesh_dealings(parameter), *extra]
-        return Member(parameter, local(parameter), local(gradient), self.state[parameter], dealings, tuple(shape))
+        return Member(parameter, local(parameter), local(gradient), self.state[parameter], dealings, shape)
 
 
 def run(updates: Sequence[Update]) -> None:

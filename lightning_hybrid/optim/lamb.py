@@ -20,7 +20,7 @@ from lightning_hybrid.optim.arguments import (
     check_pair,
     check_range,
 )
-from lightning_hybrid.optim.base import Member, Request, Update, WholeTensorOptimizer
+from lightning_hybrid.optim.base import Member, Request, Update, WholeTensorOptimizer, advance
 from lightning_hybrid.optim.norms import adapts, norms_of, squared_norms, trust
 
 FUSED = ("cpu", "cuda", "mps", "xpu")  # where torch makes Adam's step in one pass
@@ -106,7 +106,7 @@ class Lamb(WholeTensorOptimizer):
         gradients = [member.gradient for member in members]
         first, second = ([member.entry(name) for member in members] for name in ("exp_avg", "exp_avg_sq"))
         directions = [torch.zeros_like(member.data) for member in members]
-        counts = [member.advance() - 1 if group["bias_correction"] else math.inf for member in members]
+        counts = [step - 1 if group["bias_correction"] else math.inf for step in advance(members)]
         device = members[0].data.device
         is_fused = device.type in FUSED and all(t.is_contiguous() for t in (*gradients, *first, *second, *directions))
         place = device if is_fused else "cpu"

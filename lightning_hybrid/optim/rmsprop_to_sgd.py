@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,10 +14,11 @@ from typing_extensions import override
 from lightning_hybrid.compat import foreach
 from lightning_hybrid.functional.transitions import literal_transition_weight, transition_weight
 from lightning_hybrid.optim.arguments import check_at_least, check_fraction, check_range
-from lightning_hybrid.optim.base import Member, Update, WholeTensorOptimizer
+from lightning_hybrid.optim.base import Member, Update, WholeTensorOptimizer, advance
 
 CURVE = ("steps_per_epoch", "center", "period", "literal")
 LEAP = 5.0  # from one rate to the next
+CACHED = 2**18  # bytes of parameters
 
 
 class RMSpropToSGD(WholeTensorOptimizer):
@@ -102,12 +103,12 @@ class RMSpropToSGD(WholeTensorOptimizer):
         self._watch_rate(group)
         curve = literal_transition_weight if group["literal"] else transition_weight
         by_count: dict[float, list[Member]] = {}
-        for member in members:
-            by_count.setdefault(member.advance() - 1, []).append(member)
+        for member, step in zip(members, advance(members), strict=True):
+            by_count.setdefault(step - 1, []).append(member)
         on_cpu = members[0].data.device.type == "cpu"
         for count, alike in by_count.items():
             self.last_share = share = curve(count / group["steps_per_epoch"], group["center"], group["period"])
-            for together in [[member] for member in alike] if on_cpu else [alike]:  # a CPU's cache holds one's values
+            for together in cacheable(alike) if on_cpu else [alike]:
                 _move(group, together, share)
         yield from ()
 
@@ -134,6 +135,17 @@ class RMSpropToSGD(WholeTensorOptimizer):
                 "LinearLR(optimizer, start_factor=1 / n, total_iters=n).",
                 stacklevel=2,
             )
+
+
+def cacheable(members: Sequence[Member]) -> Iterator[list[Member]]:
+    """Parameters that are as large together as what a CPU's cache holds of all that a step reads; or single ones."""
+    together: list[Member] = []
+    for member in members:
+        if together and sum(each.data.nbytes for each in (*together, member)) > CACHED:
+            yield together
+            together = []
+        together.append(member)
+    yield together
 
 
 def _move(group: dict[str, Any], members: Sequence[Member], share: float) -> None:
