@@ -84,15 +84,15 @@ class Adafactor(WholeTensorOptimizer):
         data, gradients = [member.data for member in members], [member.gradient for member in members]
         steps = advance(members)
         newness = [step ** group["beta2_decay"] for step in steps]
-        eps = data[0].new_full((), group["eps"][0])
-        squares = foreach("addcmul")([eps] * len(members), gradients, gradients)
+        squares = foreach("mul")(gradients, gradients)  # eps comes to their means, which are shorter
         of_data = squared_norms(members, data) if group["scale_parameter"] else []
         found = yield Request([*of_data, *factors.parts(squares[:count])])
-        factors.advance(found[len(of_data) :], newness[:count])
+        factors.advance(found[len(of_data) :], newness[:count], group["eps"][0])
         means = yield from factors.means()
         directions = factors.directions(gradients[:count], means, squares[:count])
         if others:
             moments = [member.entry("exp_avg_sq") for member in others]
+            foreach("add_")(squares[count:], group["eps"][0])
             foreach("lerp_")(moments, squares[count:], newness[count:])
             directions += foreach("rsqrt")(moments)
             foreach("mul_")(directions[count:], gradients[count:])
@@ -141,15 +141,17 @@ class Factors:
                 of_all.append(member.part(value, {dim}))
         return [*means[0], *means[1]]
 
-    def advance(self, means: Sequence[Tensor], newness: Sequence[float]) -> None:
+    def advance(self, means: Sequence[Tensor], newness: Sequence[float], eps: float) -> None:
         """Move the moments.
 
         Args:
             means: Those of `parts`, over whole tensors.
             newness: Weights of the new squares.
+            eps: What is added to each square.
         """
         if self.members:
-            foreach("lerp_")([*self.rows, *self.columns], list(means), [*newness] * 2)
+            means = foreach("add")(list(means), eps)
+            foreach("lerp_")([*self.rows, *self.columns], means, [*newness] * 2)
 
     def means(self) -> Generator[Request, list[Tensor], list[Tensor]]:
         """Means of the rows, or of the columns, which have the same mean, where these are whole and rows are not.

@@ -197,6 +197,8 @@ class WholeTensorOptimizer(Optimizer):
     def _member(self, parameter: Tensor, extra: Sequence[Dealing]) -> Member:
         gradient, here = parameter.grad, parameter.shape
         assert gradient is not None
+        if here in self._shapes and not (extra or gradient.is_sparse or isinstance(parameter, DTensor)):
+            return Member(parameter, parameter, gradient, self.state[parameter], (), here)  # the usual, at once
         whole = list(here)
         for dealing in extra:
             whole[dealing.dim] = dealing.length
