@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from lightning_hybrid.compat import foreach
 from lightning_hybrid.optim.arguments import check_at_least, check_pair, check_range
-from lightning_hybrid.optim.base import Member, Request, Update, WholeTensorOptimizer, advance
-from lightning_hybrid.optim.norms import squared_norms
+from lightning_hybrid.optim.base import Member, Request, Update, WholeTensorOptimizer, add, advance
+from lightning_hybrid.optim.norms import squared_norms, vector_of
 from lightning_hybrid.optim.wholes import Contribution
 
 LEAST = 1e-37  # a normal number of float32 and bfloat16, and so is its inverse
@@ -92,7 +92,7 @@ class Adafactor(WholeTensorOptimizer):
         directions = factors.directions(gradients[:count], means, squares[:count])
         if others:
             moments = [member.entry("exp_avg_sq") for member in others]
-            foreach("add_")(squares[count:], group["eps"][0])
+            add(squares[count:], group["eps"][0])
             foreach("lerp_")(moments, squares[count:], newness[count:])
             directions += foreach("rsqrt")(moments)
             foreach("mul_")(directions[count:], gradients[count:])
@@ -132,14 +132,12 @@ class Factors:
 
     def parts(self, squares: Sequence[Tensor]) -> list[Contribution]:
         """What the squares here give to the means over columns, and over rows."""
-        means: tuple[list[Contribution], list[Contribution]] = ([], [])
-        for member, (row, column), values in zip(self.members, self.dims, squares, strict=True):
-            dealt = {dealing.dim for dealing in member.dealings}
-            for of_all, dim in zip(means, (column, row), strict=True):
-                is_part = dim in dealt  # it may have none of them, and no mean
-                value = values.sum(dim, keepdim=True) / member.shape[dim] if is_part else values.mean(dim, keepdim=True)
-                of_all.append(member.part(value, {dim}))
-        return [*means[0], *means[1]]
+        over = [*(column for _, column in self.dims), *(row for row, _ in self.dims)]
+        owners = [*self.members] * 2
+        sums = [values.sum(dim, keepdim=True) for values, dim in zip([*squares] * 2, over, strict=True)]
+        if sums:
+            foreach("div_")(sums, [float(member.shape[dim]) for member, dim in zip(owners, over, strict=True)])
+        return [member.part(each, {dim}) for member, each, dim in zip(owners, sums, over, strict=True)]
 
     def advance(self, means: Sequence[Tensor], newness: Sequence[float], eps: float) -> None:
         """Move the moments.
@@ -150,7 +148,7 @@ class Factors:
             eps: What is added to each square.
         """
         if self.members:
-            means = foreach("add")(list(means), eps)
+            add(means, eps)
             foreach("lerp_")([*self.rows, *self.columns], means, [*newness] * 2)
 
     def means(self) -> Generator[Request, list[Tensor], list[Tensor]]:
@@ -159,12 +157,17 @@ class Factors:
         Only a matrix that is dealt out along both needs a sum, and with it an exchange.
         """
         found: list[Tensor] = []
+        lengths: list[float] = []
         parts: dict[int, Contribution] = {}
         for member, (row, column), rows, columns in zip(self.members, self.dims, self.rows, self.columns, strict=True):
             dealt = {dealing.dim for dealing in member.dealings}
-            if {row, column} <= dealt:
-                parts[len(found)] = member.part(rows.sum(row, keepdim=True) / member.shape[row], {row})
-            found.append(columns.mean(column, keepdim=True) if row in dealt else rows.mean(row, keepdim=True))
+            values, dim = (columns, column) if row in dealt and column not in dealt else (rows, row)
+            found.append(values.sum(dim, keepdim=True))
+            lengths.append(float(member.shape[dim]))
+            if dim in dealt:
+                parts[len(found) - 1] = member.part(found[-1], {dim})
+        if found:
+            foreach("div_")(found, lengths)
         if parts:
             for i, whole in zip(parts, (yield Request(list(parts.values()))), strict=True):
                 found[i] = whole
@@ -184,7 +187,7 @@ class Factors:
 
 def root_mean_squares(members: Sequence[Member], squared: Sequence[Tensor]) -> Tensor:
     """Of whole tensors, as one vector, from sums of squares."""
-    sums = torch.stack(list(squared))
+    sums = vector_of(squared)
     return (sums / vector([max(1, math.prod(member.shape)) for member in members], sums)).sqrt()
 
 

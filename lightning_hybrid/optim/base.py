@@ -63,9 +63,15 @@ def advance(members: Sequence[Member]) -> list[float]:
         if "step" not in member.state:
             member.state["step"] = torch.zeros(())
     steps = [member.state["step"] for member in members]
-    foreach("add_")(steps, 1)
-    alike = {step.device for step in steps}  # on the host, unless what loads states has moved them
-    return torch.stack(steps).tolist() if len(alike) == 1 else [float(step) for step in steps]
+    if len({step.device for step in steps}) > 1:  # on the host, unless what loads states has moved some
+        return [float(step.add_(1)) for step in steps]
+    add(steps, 1.0)
+    return torch.stack(steps).tolist()
+
+
+def add(tensors: Sequence[Tensor], number: float) -> None:
+    """Add a number to all; of a plain number torch makes a tensor once for each of them."""
+    foreach("add_")(tensors, tensors[0].new_ones(()), alpha=number)
 
 
 class Request(NamedTuple):

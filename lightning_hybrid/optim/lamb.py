@@ -21,7 +21,7 @@ from lightning_hybrid.optim.arguments import (
     check_range,
 )
 from lightning_hybrid.optim.base import Member, Request, Update, WholeTensorOptimizer, advance
-from lightning_hybrid.optim.norms import adapts, norms_of, squared_norms, trust
+from lightning_hybrid.optim.norms import adapts, squared_norms, trust, vector_of
 
 FUSED = ("cpu", "cuda", "mps", "xpu")  # where torch makes Adam's step in one pass
 
@@ -94,7 +94,7 @@ class Lamb(WholeTensorOptimizer):
             owners = [members[i] for i in adapted]
             of_data = squared_norms(owners, [data[i] for i in adapted])
             of_directions = squared_norms(owners, [directions[i] for i in adapted])
-            weights, lengths = norms_of((yield Request([*of_data, *of_directions]))).chunk(2)
+            weights, lengths = vector_of((yield Request([*of_data, *of_directions]))).sqrt().chunk(2)
             bounded = weights if group["weight_norm_bounds"] is None else weights.clamp(*group["weight_norm_bounds"])
             ratios = trust(bounded, lengths, 1.0, group["max_trust_ratio"], live=weights * lengths)
             ratios = ratios.to(data[0].dtype)

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_hybrid.compat import foreach
 from lightning_hybrid.optim.arguments import check_at_least, check_fraction, check_layerwise
 from lightning_hybrid.optim.base import Member, Request, Update, WholeTensorOptimizer
-from lightning_hybrid.optim.norms import adapts, norms_of, squared_norms, trust
+from lightning_hybrid.optim.norms import adapts, squared_norms, trust, vector_of
 
 
 class Lars(WholeTensorOptimizer):
@@ -97,7 +97,7 @@ class Lars(WholeTensorOptimizer):
         if adapted:
             of_data = squared_norms(adapted, [member.data for member in adapted])
             of_gradients = squared_norms(adapted, [member.gradient for member in adapted])
-            weights, gradients = norms_of((yield Request([*of_data, *of_gradients]))).chunk(2)
+            weights, gradients = vector_of((yield Request([*of_data, *of_gradients]))).sqrt().chunk(2)
             divisor = gradients + group["weight_decay"] * weights
             ratios = trust(weights, divisor, group["trust_coefficient"], group["max_trust_ratio"], live=gradients)
             rates |= dict(zip(map(id, adapted), ratios.to(one.dtype).unbind(), strict=True))

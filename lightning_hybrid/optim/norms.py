@@ -21,12 +21,14 @@ def adapts(option: bool | None, shape: Sequence[int]) -> bool:
 
 
 def squared_norms(members: Sequence[Member], values: Sequence[Tensor]) -> list[Contribution]:
-    """Squared 2-norms of values of the members' local parts, in float32 at least."""
+    """Squared 2-norms of values of the members' local parts, in float32 at least: all in one, if all are whole here."""
     dtype = torch.promote_types(values[0].dtype, torch.float32)
     pieces = [_pieces(each) for each in values]
     squared = torch.stack(foreach("norm")(list(chain(*pieces)), 2, dtype=dtype)).square()
     if len(squared) > len(members):
         squared = torch.stack([part.sum() for part in squared.split([len(each) for each in pieces])])
+    if not any(member.dealings for member in members):
+        return [Contribution(squared, ())]
     return [member.part(each) for member, each in zip(members, squared, strict=True)]
 
 
@@ -36,9 +38,9 @@ def _pieces(values: Tensor) -> Sequence[Tensor]:
     return values.reshape(-1).split(PIECE) if is_long else (values,)
 
 
-def norms_of(squared: Sequence[Tensor]) -> Tensor:
-    """Norms as one vector, of sums of squares."""
-    return torch.stack(list(squared)).sqrt()
+def vector_of(found: Sequence[Tensor]) -> Tensor:
+    """What was found for `squared_norms`, one number for each tensor."""
+    return torch.cat([each.reshape(-1) for each in found])
 
 
 def trust(numerators: Tensor, denominators: Tensor, coefficient: float, limit: float | None, *, live: Tensor) -> Tensor:
