@@ -88,6 +88,11 @@ def test_keyword_is_refused_at_construction(keywords, message):
         HybridPTDPStrategy(**keywords)
 
 
+def test_a_plan_may_leave_modules_to_the_automatic_one():
+    plan = {"*": "auto", "*.gelu": "replicated"}
+    assert HybridPTDPStrategy(tensor_parallel_plan=plan).options["tensor_parallel_plan"] == plan
+
+
 def test_misspelt_keyword_is_refused():
     with pytest.raises(TypeError, match="pipeline_size"):
         HybridPTDPStrategy(pipeline_size=2)

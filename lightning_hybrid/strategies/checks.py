@@ -23,9 +23,9 @@ from torch import nn
 from lightning_hybrid.compat import sync_batchnorm
 from lightning_hybrid.parallel.mesh import Layout
 from lightning_hybrid.parallel.pipeline.blocks import block_names, find_block_lists
-from lightning_hybrid.parallel.tensor.assignment import STYLES
 from lightning_hybrid.parallel.tensor.install import SHOWN
 from lightning_hybrid.parallel.tensor.plan import make_plan
+from lightning_hybrid.parallel.tensor.planning.patterns import check_style
 from lightning_hybrid.strategies.precisions import check_precision
 
 AXES = ("pipeline_parallel_size", "tensor_parallel_size", "expert_parallel_size", "replicate_size")
@@ -105,10 +105,7 @@ def _check_tensor(options: Mapping[str, Any]) -> None:
     ):
         raise ValueError(f"tensor_parallel_plan={plan!r} is not 'auto' or a dictionary of name patterns and styles.")
     for pattern, style in plan.items() if plan != "auto" else ():
-        if style not in STYLES:
-            raise ValueError(
-                f"tensor_parallel_plan[{pattern!r}]={style!r} is not one of {', '.join(map(repr, STYLES))}."
-            )
+        check_style(pattern, style)
     if not isinstance(sequence, bool) and sequence != "regather":
         raise ValueError(f"sequence_parallel={sequence!r} is not True, False or 'regather'.")
     if sequence and options["tensor_parallel_size"] == 1:

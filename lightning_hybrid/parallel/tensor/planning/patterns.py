@@ -12,6 +12,21 @@ from lightning_hybrid.parallel.tensor.planning.outline import Outline, last, wit
 AUTO = "auto"
 
 
+def check_style(pattern: str, style: str) -> None:
+    """Refuse a style that does not exist.
+
+    Raises:
+        ValueError: With the nearest one that does.
+    """
+    if style not in (*STYLES, AUTO):
+        near = get_close_matches(str(style), STYLES, n=1)
+        meant = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"tensor_parallel_plan[{pattern!r}]={style!r} is not one of {', '.join(map(repr, STYLES))}, or {AUTO!r} "
+            f"for what the automatic plan finds.{meant}"
+        )
+
+
 def match(outline: Outline, plan: Mapping[str, str]) -> dict[str, str]:
     """Style of each module that a pattern names.
 
@@ -25,13 +40,7 @@ def match(outline: Outline, plan: Mapping[str, str]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for pattern, style in plan.items():
-        if style not in (*STYLES, AUTO):
-            near = get_close_matches(str(style), STYLES, n=1)
-            meant = f" Did you mean {near[0]!r}?" if near else ""
-            raise ValueError(
-                f"tensor_parallel_plan gives {pattern!r} the unknown style {style!r}.{meant} The styles are "
-                f"{', '.join(STYLES)}, and {AUTO} for what the automatic plan finds."
-            )
+        check_style(pattern, style)
         matching = {first for name, first in outline.first_names.items() if _matches(name, pattern)}
         if style != "replicated":
             matching = {name for name in matching if next(outline.modules[name].parameters(), None) is not None}
