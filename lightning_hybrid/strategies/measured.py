@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.parallel.pipeline.executor import Event
+from lightning_hybrid.parallel.zero.measuring import own_passes
 from lightning_hybrid.strategies.states import StatefulStrategy
 
 
 class MeasuredStrategy(StatefulStrategy):
-    """Norms of gradients, and times of a schedule's actions."""
+    """Norms of gradients, times of a schedule's actions, and whole parameters for measures of the loss."""
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
         """2-norm of the gradients of the whole model; all ranks must call it, as in `on_before_optimizer_step`.
@@ -35,3 +38,10 @@ class MeasuredStrategy(StatefulStrategy):
         Set `record_timeline = True` before the step.
         """
         return self.assembly.engine.timeline()
+
+    def measuring(self) -> AbstractContextManager[None]:
+        """Context between steps in which a replica's parameters are whole, and backward passes are their caller's own.
+
+        All replicas enter it together. A part of the model that is on another stage or tensor rank stays there.
+        """
+        return own_passes(self.assembly.engine.data)

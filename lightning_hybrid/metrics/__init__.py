@@ -1,0 +1,6 @@
+"""Metrics of torchmetrics that guide large-batch training."""
+
+from lightning_hybrid.metrics.hessian import HessianTopEigenvalue
+from lightning_hybrid.metrics.sharpness import Sharpness
+
+__all__ = ["HessianTopEigenvalue", "Sharpness"]
