@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class HessianTopEigenvalue(SurfaceMetric):
                 return torch.tensor(float("nan"), device=self.device)
             parameters = surface.parameters
             found = largest_eigenvalue(
-                surface.product, lambda: self._start(parameters), iterations=self.iterations, tolerance=self.tolerance
+                surface.product, lambda: self.start(parameters), iterations=self.iterations, tolerance=self.tolerance
             )
         self.last = found  # after the context, which puts attributes back
         if not found.converged:
@@ -70,6 +71,7 @@ class HessianTopEigenvalue(SurfaceMetric):
             )
         return torch.tensor(found.value, dtype=parameters[0].dtype, device=parameters[0].device)
 
-    def _start(self, parameters: list[torch.nn.Parameter]) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(self.seed)  # of the host, for the same numbers on every device
+    def start(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The vector that iterations begin with: normal random numbers, the same on every device."""
+        generator = torch.Generator().manual_seed(self.seed)
         return [torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device) for p in parameters]

@@ -148,6 +148,9 @@ def _check_strategy(module: nn.Module) -> None:
             raise ValueError(
                 f"With {axis}_parallel_size={size} no rank has the whole model, and the measure needs it. {ALONE}"
             )
+    dtype = getattr(strategy, "compute_dtype", None)
+    if dtype is not None:
+        raise ValueError(f"Steps see parameters and batches as {dtype}, which rounds small moves away. {ALONE}")
     if getattr(strategy, "options", {}).get("zero_stage") == 3 and getattr(layout, "data", 1) > 1:
         raise ValueError(f"With zero_stage=3 no rank has whole parameters. Use zero_stage=0, 1 or 2. {ALONE}")
 

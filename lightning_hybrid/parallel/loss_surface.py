@@ -126,9 +126,9 @@ class LossSurface:
                 parts = derive(self._call(term))
             for whole, part in zip(total, parts, strict=True):
                 whole.add_(part.detach(), alpha=term.weight)
+        if self._group is not None:
+            _sum_over(total, self._group)
         for whole in total:
-            if self._group is not None:
-                dist.all_reduce(whole, group=self._group)
             whole.div_(self._total)
         return total
 
@@ -167,6 +167,16 @@ class LossSurface:
                 f"The closure returned {values} for the same parameters and data. Make it repeatable: call "
                 "module.eval(), so that dropout is off, and draw no random numbers in it."
             )
+
+
+def _sum_over(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum tensors over ranks in place, those of a type at once."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        some = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.flatten() for tensor in some])
+        dist.all_reduce(flat, group=group)
+        for tensor, part in zip(some, flat.split([tensor.numel() for tensor in some]), strict=True):
+            tensor.copy_(part.view_as(tensor))
 
 
 def measured_parameters(module: nn.Module) -> list[nn.Parameter]:

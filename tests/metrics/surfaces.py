@@ -33,8 +33,8 @@ class Measured(Small):
 
     def __init__(self):
         super().__init__()
-        self.box, self.relative = Sharpness(steps=4), Sharpness(0.01, "scale_invariant", steps=4)
-        self.top = HessianTopEigenvalue(iterations=60, tolerance=1e-3)
+        self.box, self.relative = Sharpness(steps=3), Sharpness(0.01, "scale_invariant", steps=3)
+        self.top = HessianTopEigenvalue(tolerance=0.05)
 
     def validation_step(self, batch, batch_idx):
         for name, metric in self.named_children():
@@ -49,14 +49,16 @@ class Unmeasured(Measured):
 
 
 def measure(zero, number, model=Measured):
-    """Values after a fit with validation on `number` samples, and its weights.
+    """Values and weights after a fit that validates `number` samples after each batch, also within a window.
 
     Args:
         zero: Stage of `hybrid_ptdp`, or the name of another strategy.
     """
     data = dist.get_world_size() if dist.is_initialized() else 1
     strategy = zero if isinstance(zero, str) else hybrid(1, microbatches=1, zero_stage=zero)
-    trainer = fit(model(), loader(12, 4, data), strategy, loader(number, 4, data, seed=1), max_epochs=2)
+    loaders = loader(12, 4, data), strategy, loader(number, 4, data, seed=1)
+    windows = {"accumulate_grad_batches": 2, "val_check_interval": 1, "num_sanity_val_steps": 0}
+    trainer = fit(model(), *loaders, **windows)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}, dict(weights(trainer))
 
 

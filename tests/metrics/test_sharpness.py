@@ -78,6 +78,14 @@ def _with(module, hessian):
     return x @ hessian @ x / 2
 
 
+def test_autocast_does_not_round_the_moves_away():
+    module = Rectified().float()
+    module.x, module.y = module.x.float(), module.y.float()
+    exact = value_of(Sharpness(), module)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert value_of(Sharpness(), module) == exact > 0
+
+
 class Stateful(nn.Module):
     """Batch norm in training, a frozen weight, a counter and gradients of its own."""
 
@@ -170,20 +178,25 @@ class Dealt(Measured):
 def refusals(tasks):
     """On a rank: what fits say, and how far they have come."""
     said = []
-    for options in tasks:
-        trainer = trainer_of(hybrid(**{"pipeline": 1, "microbatches": 1, **options}))
+    for precision, options in tasks:
+        trainer = trainer_of(hybrid(**{"pipeline": 1, "microbatches": 1, **options}), precision=precision)
         with pytest.raises((RuntimeError, ValueError)) as caught:
-            trainer.fit(Dealt(), *[loader(8, 4)] * 2)
+            trainer.fit(Dealt().to(torch.get_default_dtype()), *[loader(8, 4)] * 2)
         said.append((str(caught.value), trainer.global_step))
     return said
 
 
 def test_layouts_without_a_whole_model_are_refused_by_name_before_training():
-    axes = ({"pipeline": 2}, TENSOR, {"expert_parallel_size": 2}, {"zero_stage": 3})
-    names = ("pipeline_parallel_size=2", "tensor_parallel_size=2", "expert_parallel_size=2", "zero_stage=3")
-    for outcomes in run_trainers(2, refusals, axes, timeout=120):
-        for (message, steps), name in zip(outcomes, names, strict=True):
-            assert f"With {name} no rank has" in message
+    tasks = {
+        "With pipeline_parallel_size=2 no rank has": (None, {"pipeline": 2}),
+        "With tensor_parallel_size=2 no rank has": (None, TENSOR),
+        "With expert_parallel_size=2 no rank has": (None, {"expert_parallel_size": 2}),
+        "With zero_stage=3 no rank has": (None, {"zero_stage": 3}),
+        "Steps see parameters and batches as torch.float16": ("16-true", {"zero_stage": 0}),
+    }
+    for outcomes in run_trainers(2, refusals, list(tasks.values()), timeout=120):
+        for (message, steps), beginning in zip(outcomes, tasks, strict=True):
+            assert beginning in message
             assert "Measure a checkpoint in one process: module = MyModule.load_from_checkpoint" in message
             assert steps == 0
 
