@@ -58,7 +58,7 @@ def ascend(
     Returns:
         The losses on the way and where the highest is.
 
-    Source: Frank and Wolfe 1956, Naval Research Logistics Quarterly 3, section 3; steps are halved, not minimised over.
+    Source: Frank and Wolfe 1956, Naval Research Logistics Quarterly 3; steps are halved here, where a line search was.
     """
     offset = [torch.zeros_like(side) for side in box]
     losses = [loss(offset)]

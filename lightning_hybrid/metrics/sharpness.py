@@ -18,14 +18,14 @@ BOXES = {"box": box_of, "scale_invariant": relative_box_of}
 class Sharpness(SurfaceMetric):
     """Sharpness of a minimum: the largest rise of the loss in a box around the parameters, in percent of 1 + loss.
 
-    It is 100 (max f(x + y) - f(x)) / (1 + f(x)) over all y with |y_i| <= epsilon (|x_i| + 1). The maximum is searched
+    It is 100 (max f(x + y) - f(x)) / (1 + f(x)) over all y with abs(y) <= epsilon (abs(x) + 1). The maximum is searched
     from the centre, to the corner that the gradient points to and on from there while the loss rises, so that the value
     is a lower bound: exact where the loss is convex and separable, as near a minimum with a diagonal Hessian.
 
     A ReLU network computes the same with weights (a W1, W2 / a), but not in the same box, so that the measure can be
     made as large as one likes without another function (Dinh et al. 2017, arXiv:1703.04933, section 4). Compare only
     runs that are trained alike, and look at `kind="scale_invariant"` too, which does not change: its box is
-    |y_i| <= epsilon |x_i|.
+    abs(y) <= epsilon abs(x).
 
     Besides the parameters it takes memory for four copies of them, and for one backward pass of one batch. A step costs
     a forward and a backward pass over all batches, and one or more forward passes.

@@ -87,7 +87,7 @@ class LossSurface:
     def product(self, vector: Sequence[Tensor]) -> list[Tensor]:
         """The Hessian at the parameters times a vector, by two backward passes.
 
-        Source: Pearlmutter 1994, Neural Computation 6, equation 4, with reverse mode twice.
+        Source: Yao et al. 2020, arXiv:1912.07145, section 3: the gradient of the slope along the vector.
         """
 
         def times(loss: Tensor) -> list[Tensor]:
