@@ -5,6 +5,8 @@ from lightning_hybrid.callbacks.activation_offload import ActivationOffload
 from lightning_hybrid.callbacks.activation_recompute import ActivationRecompute
 from lightning_hybrid.callbacks.communication_ledger import CommunicationLedger
 from lightning_hybrid.callbacks.expert_monitor import ExpertMonitor
+from lightning_hybrid.callbacks.learning_rate_scaling import LearningRateScaling
+from lightning_hybrid.callbacks.learning_rate_warmup import LearningRateWarmup
 from lightning_hybrid.callbacks.memory_ledger import MemoryLedger
 from lightning_hybrid.callbacks.parameter_offload import ParameterOffload
 from lightning_hybrid.callbacks.weight_decay_rules import WeightDecayRules
@@ -15,6 +17,8 @@ __all__ = [
     "ActivationRecompute",
     "CommunicationLedger",
     "ExpertMonitor",
+    "LearningRateScaling",
+    "LearningRateWarmup",
     "MemoryLedger",
     "ParameterOffload",
     "WeightDecayRules",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from math import isfinite, prod
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -112,7 +112,7 @@ class RateFactors:
             "rates_in_buffers": list(map(float, self._in_buffers)),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from there."""
         self.steps, self._rates = state_dict["steps"], list(state_dict["rates"])
         self._in_buffers = list(state_dict["rates_in_buffers"])

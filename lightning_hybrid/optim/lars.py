@@ -25,7 +25,8 @@ class Lars(WholeTensorOptimizer):
         v = momentum v + lr ratio (g + weight_decay w)
         w = w - v
 
-    The rate is inside the buffer, as in the paper: when it changes, past gradients keep the rate of their own step.
+    The rate is inside the buffer, as in the paper: when it changes, past gradients keep the rate of their own step,
+    unless `LearningRateScaling` corrects the momentum.
     Norms are those of whole tensors, however they are sharded. The ratio is 1 where either norm is 0.
 
     Args:
@@ -42,8 +43,13 @@ class Lars(WholeTensorOptimizer):
     Raises:
         ValueError: If an option is outside its range.
 
+    Attributes:
+        rate_in_momentum: True, which `LearningRateScaling` asks for.
+
     Source: You, Gitman and Ginsburg, Large Batch Training of Convolutional Networks (2017), algorithm 1.
     """
+
+    rate_in_momentum = True
 
     def __init__(
         self,
