@@ -30,25 +30,31 @@ class FitFactors:
     def __iter__(self) -> Iterator[RateFactors]:
         return iter([RateFactors.of(optimizer) for optimizer in self.optimizers])
 
-    def attach(self, trainer: Trainer, name: str) -> None:
+    def attach(self, trainer: Trainer, name: str) -> bool:
         """Find the optimizers, and refuse those whose rates cannot be changed.
 
         Args:
             trainer: In `on_fit_start`.
             name: Of the callback.
 
+        Returns:
+            Whether they begin: they are not those of the fit before, and no checkpoint has been loaded.
+
         Raises:
             TypeError: If an optimizer is not torch's.
             ValueError: If there is none, or one has no `lr`.
         """
         found: Sequence[Any] = trainer.optimizers
-        self.optimizers = [each.optimizer if isinstance(each, LightningOptimizer) else each for each in found]
-        if not self.optimizers:
+        optimizers = [each.optimizer if isinstance(each, LightningOptimizer) else each for each in found]
+        if not any(getattr(optimizer, "param_groups", True) for optimizer in optimizers):  # Lightning's stand-in
             raise ValueError(
                 f"configure_optimizers has returned no optimizer whose learning rate {name} could change. Return one, "
                 "or leave the callback out."
             )
-        list(self)
+        for optimizer in optimizers:
+            RateFactors.of(optimizer)
+        before, self.optimizers = self.optimizers, optimizers
+        return self._states is None and list(map(id, before)) != list(map(id, optimizers))
 
     def index(self, optimizer: Optimizer) -> int:
         """Position of an optimizer."""

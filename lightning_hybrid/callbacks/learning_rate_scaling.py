@@ -31,8 +31,8 @@ class LearningRateScaling(Callback):
 
     The global batch is that of one step: samples of a replica's batch, times the batches that are accumulated, times
     the data replicas. Ranks of a pipeline or a tensor axis share a batch, and micro-batches cut it: neither counts.
-    It is the loader's `batch_size`, or that of its batch sampler, summed over the replicas. Without one, and for tokens,
-    the first batch is measured, and a run that goes on keeps that measure. A smaller last batch changes nothing.
+    It is the loader's `batch_size`, or that of its batch sampler, summed over the replicas. Without one, and for
+    tokens, the first batch is measured, and a run that goes on keeps its measure. A smaller last batch changes nothing.
 
     Schedules stay as they are: the factor acts in the optimizer's update alone, see `RateFactors`. Groups keep their
     ratios. `LearningRateMonitor` shows the schedule's rate, `log` the one that steps have. What is multiplied is said

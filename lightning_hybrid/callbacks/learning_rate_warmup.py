@@ -80,13 +80,9 @@ class LearningRateWarmup(Callback):
         return f"LearningRateWarmup{{{length}, {self.start_factor}, {self.momentum}}}"
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit":
-            self._counts = []
-
-    @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._factors.attach(trainer, "LearningRateWarmup")
+        if self._factors.attach(trainer, "LearningRateWarmup"):
+            self._counts = []
         if self.momentum is not None:
             for optimizer in self._factors.optimizers:
                 _check_momentum(optimizer)
