@@ -96,6 +96,91 @@ def draw_hessian_top_eigenvalue() -> None:
     save(figure, "hessian_top_eigenvalue")
 
 
+def run_rates(optimizer: Any, rates: Any, **options: Any) -> list[list[float]]:
+    """Rate and step of an optimizer of one weight, whose gradient is always 1, in each of 24 steps."""
+    from lightning_hybrid.callbacks.rate_factors import RateFactors
+
+    weight = optimizer.param_groups[0]["params"][0]
+    factors = RateFactors.of(optimizer)
+    found = []
+    for _ in range(24):
+        factors.set("picture", rates, **options)
+        before, weight.grad = weight.item(), weight.detach() * 0 + 1
+        optimizer.step()
+        found.append([factors.effective_rates[0], before - weight.item()])
+    return found
+
+
+def draw_learning_rate_scaling() -> None:
+    """Factors by global batch, and what the correction of momentum does where a rate falls and rises."""
+    import torch
+
+    from lightning_hybrid.functional.rates import linear_scale, sqrt_scale
+    from lightning_hybrid.optim import Lars
+
+    figure, (left, right) = plain(columns=2)
+    batches = [64 * 2**power for power in range(8)]
+    for rule, name in ((linear_scale, "linear"), (sqrt_scale, "sqrt")):
+        left.loglog(batches, [rule(batch / 256) for batch in batches], marker=".", label=name)
+    left.set(xlabel="global batch", ylabel="factor of the rate")
+    left.set_title("reference_batch_size=256", fontsize=9)
+    left.legend(fontsize=8)
+
+    def rate(step: int) -> float:
+        return 1.0 if step < 8 else 0.25 if step < 16 else 2.0
+
+    def weight() -> list[torch.nn.Parameter]:
+        return [torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))]
+
+    sgd, kinds = torch.optim.SGD(weight(), 1.0, momentum=0.9), {"adapt": False, "momentum": 0.9}
+    for optimizer, correct, style, name in (
+        (Lars(weight(), 1.0, **kinds), False, "tab:red", "rate in the buffer"),
+        (Lars(weight(), 1.0, **kinds), True, "tab:blue", "the same, corrected"),
+        (sgd, False, "k:", "rate outside (torch's SGD)"),
+    ):
+        steps = [step for _, step in run_rates(optimizer, rate, correct_momentum=correct)]
+        right.plot(steps, style, drawstyle="steps-mid", label=name)
+    right.set(xlabel="step", ylabel="length of the step")
+    right.set_title("rate 1, then 1/4, then 2; gradient 1", fontsize=9)
+    right.legend(fontsize=8, loc="upper left")
+    save(figure, "learning_rate_scaling")
+
+
+def draw_learning_rate_warmup() -> None:
+    """Rates of steps under three schedules, which are dotted."""
+    import torch
+    from torch.optim import lr_scheduler
+
+    from lightning_hybrid.callbacks.rate_factors import RateFactors
+    from lightning_hybrid.functional.rates import warmup_progress, warmup_value
+
+    length, schedules = (
+        12,
+        {
+            "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 40),
+            "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 8, 0.7),
+            "CosineAnnealingWarmRestarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 20),
+        },
+    )
+    figure, axes = plain(columns=3)
+    for axis, (name, make) in zip(axes, schedules.items(), strict=True):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
+        schedule, factors, own = make(optimizer), RateFactors.of(optimizer), []
+        factors.set("picture", lambda step: warmup_value(0.1, 1.0, warmup_progress(step, length)))
+        effective = []
+        for _ in range(40):
+            own.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            effective += factors.effective_rates
+            schedule.step()
+        axis.plot(own, ":", color="black")
+        axis.plot(effective, color="tab:blue")
+        axis.set_title(name, fontsize=7)
+        axis.set(xlabel="step", ylim=(0, 1.05))
+    axes[0].set_ylabel("learning rate")
+    save(figure, "learning_rate_warmup")
+
+
 if __name__ == "__main__":
     drawn = [name for name in list(globals()) if name.startswith("draw_")]
     for name in [f"draw_{word}" for word in sys.argv[1:]] or drawn:

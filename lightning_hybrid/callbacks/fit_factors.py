@@ -75,7 +75,7 @@ class FitFactors:
             ValueError: If it is of other optimizers.
         """
         states, self._states = self._states, None
-        if states is None:
+        if not states:  # those of a checkpoint from before the fit, by a LearningRateFinder
             return
         if len(states) != len(self.optimizers):
             raise ValueError(

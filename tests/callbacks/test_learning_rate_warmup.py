@@ -4,7 +4,7 @@ import csv
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateMonitor
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader, IterableDataset
@@ -180,6 +180,23 @@ def test_fits_of_one_optimizer_go_on_and_others_begin():
     assert fitted(Net(), [callback])[0] == table([k / 10 for k in range(6)])
     plain, _ = fitted(module, [])
     assert plain == [[1.0]] * 6  # nothing has stayed
+
+
+class Found(Net):
+    def __init__(self):
+        super().__init__()
+        self.lr = 0.5
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_steps_of_a_search_for_the_rate_do_not_count(first, tmp_path):
+    search = LearningRateFinder(1e-6, 1e-3, num_training_steps=9, early_stop_threshold=None, update_attr=False)
+    callbacks = [search, LearningRateWarmup(steps=4)]
+    effective, _ = fitted(Found(), callbacks[:: 1 if first else -1], default_root_dir=tmp_path)
+    assert [rate for (rate,) in effective] == pytest.approx([0.5 * min(k / 4, 1) for k in range(6)])
 
 
 class ByHand(Net):
