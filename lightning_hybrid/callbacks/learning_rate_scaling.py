@@ -107,6 +107,10 @@ class LearningRateScaling(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._factors.resume()
+        self.on_train_epoch_start(trainer, pl_module)  # which Lightning leaves out in the middle of an epoch
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         size = loader_batch_size(trainer, "LearningRateScaling")
         known, summed = over_replicas(trainer, int(size is not None), size or 0)
         self._samples = summed if known == num_replicas(trainer) else None
@@ -134,7 +138,8 @@ class LearningRateScaling(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {STATES: self._factors.state(), "measured": self._measured, "global_batch": self._batch}
+        measure = {"unit": self.unit, "measured": self._measured, "global_batch": self._batch}
+        return {STATES: self._factors.state(), **measure}
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -145,7 +150,8 @@ class LearningRateScaling(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._factors.keep(state_dict[STATES])
-        self._measured, self._batch = state_dict["measured"], state_dict["global_batch"]
+        if state_dict["unit"] == self.unit:
+            self._measured, self._batch = state_dict["measured"], state_dict["global_batch"]
 
     def _settle(self, trainer: Trainer) -> None:
         """Multiply by what belongs to the batch as it is now.

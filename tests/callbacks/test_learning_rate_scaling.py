@@ -2,12 +2,16 @@
 
 import math
 import sys
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from lightning_hybrid.callbacks import LearningRateScaling, LearningRateWarmup
@@ -152,6 +156,33 @@ def test_resumed_run_keeps_what_was_measured(tmp_path):
     assert found == [(12, 2.0)] * 2
 
 
+def test_resumed_run_with_another_unit_measures_anew(tmp_path):
+    found = []
+    for epochs, unit, path in ((1, "samples", None), (2, "tokens", tmp_path / "one.ckpt")):
+        callback = LearningRateScaling(2, unit=unit)
+        trainer = trainer_of(callbacks=[callback], max_epochs=epochs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*callbacks used to create the checkpoint")
+            trainer.fit(Tokens(), whole(texts(6)), ckpt_path=path)
+        trainer.save_checkpoint(tmp_path / "one.ckpt")
+        found.append(callback.global_batch)
+    assert found == [2, 12]
+
+
+class Reloading(Constant):
+    """Its batches are larger in each epoch."""
+
+    def train_dataloader(self):
+        return DataLoader(samples(12), 2 + 2 * self.current_epoch)
+
+
+def test_factor_follows_loaders_that_change():
+    callback, seen = LearningRateScaling(2), Rates()
+    options = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
+    trainer_of(callbacks=[callback, seen], **options).fit(Reloading())
+    assert seen.effective == [[0.5]] * 6 + [[1.0]] * 3
+
+
 def test_one_callback_measures_each_fit_anew():
     callback = LearningRateScaling(2)
     for size in (3, 5):
@@ -159,33 +190,43 @@ def test_one_callback_measures_each_fit_anew():
         assert callback.global_batch == size
 
 
-def global_batches():
-    """On a rank: what counts as the global batch under each strategy; the replicas' batches have 2 and 4 samples."""
-    rank, found = dist.get_rank(), []
-    for strategy, data, unit in (
-        ("ddp", DataLoader(samples(8), 2 + 2 * rank), "samples"),
-        ("ddp", whole(batches(2 + 2 * rank)), "samples"),
-        ("ddp", whole(texts(5, size=2 + 2 * rank)), "tokens"),
-        (hybrid(2, microbatches=2), DataLoader(samples(8), 4), "samples"),
-        (hybrid(2, microbatches=2), DataLoader(TensorDataset(torch.arange(40).view(8, 5)), 4), "tokens"),
-    ):
-        callback = LearningRateScaling(2, unit=unit)
-        module = Tokens() if unit == "tokens" and strategy == "ddp" else Constant()
-        module = Ids() if not isinstance(strategy, str) and unit == "tokens" else module
-        options = {"use_distributed_sampler": False, "accumulate_grad_batches": 3, "limit_train_batches": 1}
-        fit(module, data, strategy, callbacks=[callback], **options)
-        found.append(callback.global_batch)
-    return found
-
-
 class Ids(Constant):
     def loss(self, batch):
         return self(batch[0].double()[:, :1].expand(-1, WIDTH)).sum() * 1e-6
 
 
+class Parallel(Constant):
+    """Its ranks share a batch."""
+
+    def configure_model(self):
+        for block in self.blocks:
+            plan = ColwiseParallel(output_layouts=Replicate())
+            parallelize_module(block.linear, self.device_mesh["tensor_parallel"], plan)
+
+
+def global_batches():
+    """On a rank: what counts as the global batch; replicas' batches have 2 and 4 samples, one replica's has 4."""
+    own, found = 2 + 2 * dist.get_rank(), []
+    shared = DataLoader(samples(8), 4)
+    for module, strategy, data, unit in (
+        (Constant(), "ddp", DataLoader(samples(8), own), "samples"),
+        (Constant(), "ddp", whole(batches(own)), "samples"),
+        (Tokens(), "ddp", whole(texts(5, size=own)), "tokens"),
+        (Constant(), hybrid(2, microbatches=2), shared, "samples"),
+        (Ids(), hybrid(2, microbatches=2), DataLoader(TensorDataset(torch.arange(40).view(8, 5)), 4), "tokens"),
+        (Parallel(), ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2), shared, "samples"),
+    ):
+        scaling, warmup = LearningRateScaling(2, unit=unit), LearningRateWarmup(samples=1000)
+        options = {"use_distributed_sampler": False, "accumulate_grad_batches": 3, "limit_train_batches": 1}
+        fit(module, data, strategy, callbacks=[scaling, warmup], **options)
+        found.append((scaling.global_batch, warmup.state_dict()["samples"][0]["applied"]))
+    return found
+
+
 def test_global_batch_counts_replicas_with_what_each_has_and_no_other_ranks():
     for found in run_trainers(2, global_batches):
-        assert found == [3 * (2 + 4), 3 * (2 + 4), 3 * 5 * (2 + 4), 3 * 4, 3 * 5 * 4]
+        batch = [6, 6, 6 * 5, 4, 4 * 5, 4]
+        assert found == [(3 * units, samples) for units, samples in zip(batch, [6, 6, 6, 4, 4, 4], strict=True)]
 
 
 class Pulled(Net):
