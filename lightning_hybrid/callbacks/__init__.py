@@ -5,6 +5,7 @@ from lightning_hybrid.callbacks.activation_offload import ActivationOffload
 from lightning_hybrid.callbacks.activation_recompute import ActivationRecompute
 from lightning_hybrid.callbacks.communication_ledger import CommunicationLedger
 from lightning_hybrid.callbacks.expert_monitor import ExpertMonitor
+from lightning_hybrid.callbacks.gradient_noise import GradientNoise
 from lightning_hybrid.callbacks.learning_rate_scaling import LearningRateScaling
 from lightning_hybrid.callbacks.learning_rate_warmup import LearningRateWarmup
 from lightning_hybrid.callbacks.memory_ledger import MemoryLedger
@@ -17,6 +18,7 @@ __all__ = [
     "ActivationRecompute",
     "CommunicationLedger",
     "ExpertMonitor",
+    "GradientNoise",
     "LearningRateScaling",
     "LearningRateWarmup",
     "MemoryLedger",

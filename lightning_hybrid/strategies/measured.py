@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.parallel.checkpoint.parts import Part, part_of
 from lightning_hybrid.parallel.pipeline.executor import Event
 from lightning_hybrid.parallel.zero.measuring import own_passes
 from lightning_hybrid.strategies.states import StatefulStrategy
@@ -14,6 +15,23 @@ from lightning_hybrid.strategies.states import StatefulStrategy
 
 class MeasuredStrategy(StatefulStrategy):
     """Norms of gradients, times of a schedule's actions, and whole parameters for measures of the loss."""
+
+    """Gradients and their norms, and times of a schedule's actions."""
+
+    def gradient_parts(self, optimizer: Optimizer) -> dict[str, Part]:
+        """What this rank has of the gradients of a step that is about to come, as in `on_before_optimizer_step`.
+
+        Args:
+            optimizer: Its parameters count.
+
+        Returns:
+            By names of the unmodified module: boxes of the whole gradient, each with a view of this rank's memory. A
+            parameter without gradient is left out.
+        """
+        engine = self.assembly.engine
+        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        named = ((name, p) for name, p in engine.named_parameters().items() if p in held and p.grad is not None)
+        return {name: part_of(p.grad, *(engine.share(name) or ())) for name, p in named if p.grad is not None}
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
         """2-norm of the gradients of the whole model; all ranks must call it, as in `on_before_optimizer_step`.

@@ -1,0 +1,67 @@
+"""Counts of the steps that optimizers have applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+
+class AppliedSteps:
+    """Counts, for each optimizer of a fit, the steps that it has applied; one that a scaler skips does not count.
+
+    Attributes:
+        counts: Of each optimizer, in order.
+    """
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self._saved: list[int] | None = None
+        self._handles: list[RemovableHandle] = []
+
+    def reset(self) -> None:
+        """Forget a fit that has ended; call it in `setup`, before a checkpoint is restored."""
+        self.stop()
+        self.counts, self._saved = [], None
+
+    def restore(self, counts: Sequence[int]) -> None:
+        """Go on from a checkpoint's counts, when `start` is called."""
+        self._saved = list(counts)
+
+    def start(
+        self, optimizers: Sequence[Optimizer], callback: str, after: Callable[[int], object] | None = None
+    ) -> None:
+        """Begin to count; call it in `on_train_start`.
+
+        Args:
+            optimizers: Those of the fit.
+            callback: Who counts, for the error.
+            after: Called with an optimizer's number after each applied step, before that is counted.
+
+        Raises:
+            ValueError: If a checkpoint has counts of another number of optimizers.
+        """
+        counts = self._saved if self._saved is not None else [0] * len(optimizers)
+        if len(counts) != len(optimizers):
+            raise ValueError(
+                f"The checkpoint has the steps of {len(counts)} optimizers for {callback}, and configure_optimizers "
+                f"has returned {len(optimizers)}. Return as many as were saved, or load the weights alone "
+                "(load_from_checkpoint)."
+            )
+        self.counts, self._saved = list(counts), None
+        for number, optimizer in enumerate(optimizers):
+            self._handles.append(optimizer.register_step_post_hook(partial(self._count, number, after)))
+
+    def stop(self) -> None:
+        """Count no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _count(self, number: int, after: Callable[[int], object] | None, *_: Any) -> None:
+        if after is not None:
+            after(number)
+        self.counts[number] += 1
