@@ -181,6 +181,42 @@ def draw_learning_rate_warmup() -> None:
     save(figure, "learning_rate_warmup")
 
 
+def draw_gradient_noise() -> None:
+    """Noise of one step after the other, and weights that leave a shallow minimum with it."""
+    import torch
+
+    from lightning_hybrid.functional.boxes import Box
+    from lightning_hybrid.functional.noise import add_noise, noise_deviation
+
+    eta, gamma, steps, runs = 1.0, 0.55, 300, 12
+
+    def slope(weight: torch.Tensor) -> torch.Tensor:
+        return 0.8 * weight * (weight * weight - 1) - 0.2  # of (w^2 - 1)^2 / 5 - 0.2 w
+
+    figure, (left, right) = plain(columns=2)
+    weights, alone = torch.full((runs,), -1.3), torch.full((1,), -1.3)
+    paths, paths_alone, drawn = [weights.clone()], [alone.clone()], []
+    for step in range(steps):
+        noise = torch.zeros(runs)
+        add_noise(noise, (runs,), Box.of((runs,)), noise_deviation(step, eta, gamma), (7, "weight", step))
+        weights, alone = weights - 0.2 * (slope(weights) + noise), alone - 0.2 * slope(alone)
+        drawn.append(noise)
+        paths.append(weights)
+        paths_alone.append(alone)
+    bounds = [2 * noise_deviation(step, eta, gamma) for step in range(steps)]
+    for index in range(runs):
+        left.plot(torch.stack(drawn)[:, index], ".", color="tab:blue", markersize=1)
+    for sign in (1, -1):
+        left.plot([sign * bound for bound in bounds], color="tab:red")
+    left.set(xlabel="step t", ylabel="added to the gradient")
+    right.plot(torch.stack(paths), color="tab:blue", linewidth=0.5)
+    right.plot(torch.stack(paths_alone), color="black")
+    right.set(xlabel="step t", ylabel="weight")
+    left.set_title("noise, and two deviations", fontsize=9)
+    right.set_title("weights with noise, and without", fontsize=9)
+    save(figure, "gradient_noise")
+
+
 if __name__ == "__main__":
     drawn = [name for name in list(globals()) if name.startswith("draw_")]
     for name in [f"draw_{word}" for word in sys.argv[1:]] or drawn:

@@ -13,6 +13,8 @@ from torch.utils.hooks import RemovableHandle
 class AppliedSteps:
     """Counts, for each optimizer of a fit, the steps that it has applied; one that a scaler skips does not count.
 
+    A fused optimizer skips inside of its step, and says so.
+
     Attributes:
         counts: Of each optimizer, in order.
     """
@@ -39,7 +41,7 @@ class AppliedSteps:
         Args:
             optimizers: Those of the fit.
             callback: Who counts, for the error.
-            after: Called with an optimizer's number after each applied step, before that is counted.
+            after: Called with an optimizer's number after each step, before that is counted.
 
         Raises:
             ValueError: If a checkpoint has counts of another number of optimizers.
@@ -61,7 +63,9 @@ class AppliedSteps:
             handle.remove()
         self._handles.clear()
 
-    def _count(self, number: int, after: Callable[[int], object] | None, *_: Any) -> None:
+    def _count(self, number: int, after: Callable[[int], object] | None, optimizer: Optimizer, *_: Any) -> None:
         if after is not None:
             after(number)
-        self.counts[number] += 1
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is None or not found_inf.item():
+            self.counts[number] += 1
