@@ -9,6 +9,7 @@ from lightning_hybrid.callbacks.gradient_noise import GradientNoise
 from lightning_hybrid.callbacks.learning_rate_scaling import LearningRateScaling
 from lightning_hybrid.callbacks.learning_rate_warmup import LearningRateWarmup
 from lightning_hybrid.callbacks.memory_ledger import MemoryLedger
+from lightning_hybrid.callbacks.optimizer_restart import OptimizerRestart
 from lightning_hybrid.callbacks.parameter_offload import ParameterOffload
 from lightning_hybrid.callbacks.weight_decay_rules import WeightDecayRules
 
@@ -22,6 +23,7 @@ __all__ = [
     "LearningRateScaling",
     "LearningRateWarmup",
     "MemoryLedger",
+    "OptimizerRestart",
     "ParameterOffload",
     "WeightDecayRules",
 ]

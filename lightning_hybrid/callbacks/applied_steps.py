@@ -46,7 +46,7 @@ class AppliedSteps:
         Raises:
             ValueError: If a checkpoint has counts of another number of optimizers.
         """
-        counts = self._saved if self._saved is not None else [0] * len(optimizers)
+        counts = self._saved or [0] * len(optimizers)  # a checkpoint of no fit has none
         if len(counts) != len(optimizers):
             raise ValueError(
                 f"The checkpoint has the steps of {len(counts)} optimizers for {callback}, and configure_optimizers "
@@ -56,6 +56,10 @@ class AppliedSteps:
         self.counts, self._saved = list(counts), None
         for number, optimizer in enumerate(optimizers):
             self._handles.append(optimizer.register_step_post_hook(partial(self._count, number, after)))
+
+    def state(self) -> list[int]:
+        """For a checkpoint: what has been counted, or restored and not used yet."""
+        return list(self.counts if self._saved is None else self._saved)
 
     def stop(self) -> None:
         """Count no more."""

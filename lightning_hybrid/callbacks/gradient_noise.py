@@ -105,7 +105,7 @@ class GradientNoise(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps}
+        return {"steps": self._applied.state()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

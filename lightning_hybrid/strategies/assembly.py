@@ -116,6 +116,11 @@ class Assembly:
         if not shards or self.is_plain:
             self.load_waiting()
 
+    @property
+    def awaits_states(self) -> bool:
+        """Whether a checkpoint's states of optimizers wait for the first batch."""
+        return bool(self._waiting)
+
     def load_waiting(self) -> None:
         """Load the states of optimizers that have waited for this."""
         waiting, self._waiting = self._waiting, []

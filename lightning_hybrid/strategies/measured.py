@@ -17,6 +17,7 @@ class MeasuredStrategy(StatefulStrategy):
     """Norms of gradients, times of a schedule's actions, and whole parameters for measures of the loss."""
 
     """Gradients and their norms, and times of a schedule's actions."""
+    """Gradients and their norms, states that are to come, and times of a schedule's actions."""
 
     def gradient_parts(self, optimizer: Optimizer) -> dict[str, Part]:
         """What this rank has of the gradients of a step that is about to come, as in `on_before_optimizer_step`.
@@ -32,6 +33,11 @@ class MeasuredStrategy(StatefulStrategy):
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         named = ((name, p) for name, p in engine.named_parameters().items() if p in held and p.grad is not None)
         return {name: part_of(p.grad, *(engine.share(name) or ())) for name, p in named if p.grad is not None}
+
+    @property
+    def awaits_optimizer_states(self) -> bool:
+        """Whether states of optimizers that a checkpoint has are still to be loaded, with the first batch."""
+        return self.assembly.awaits_states
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
         """2-norm of the gradients of the whole model; all ranks must call it, as in `on_before_optimizer_step`.

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hybrid.functional import noise
@@ -54,6 +54,7 @@ def boxes(cut):
     return found
 
 
+@settings(max_examples=40)
 @given(cuts(), st.integers(1, 20))
 def test_any_cut_gives_the_whole_to_the_bit(cut, block):
     shape, places = cut
