@@ -14,10 +14,7 @@ from lightning_hybrid.strategies.states import StatefulStrategy
 
 
 class MeasuredStrategy(StatefulStrategy):
-    """Norms of gradients, times of a schedule's actions, and whole parameters for measures of the loss."""
-
-    """Gradients and their norms, and times of a schedule's actions."""
-    """Gradients and their norms, states that are to come, and times of a schedule's actions."""
+    """Gradients and their norms, states that are to come, times of a schedule's actions, and whole parameters."""
 
     def gradient_parts(self, optimizer: Optimizer) -> dict[str, Part]:
         """What this rank has of the gradients of a step that is about to come, as in `on_before_optimizer_step`.
