@@ -217,6 +217,53 @@ def draw_gradient_noise() -> None:
     save(figure, "gradient_noise")
 
 
+def losses_with_restarts(every: int, steps: int) -> list[float]:
+    """A quadratic of ten weights under SGD whose momentum is cleared after every so many steps."""
+    import torch
+
+    from lightning_hybrid.optim.restarting import forget_all
+
+    curvatures, weights = torch.logspace(-0.5, 0, 10), torch.nn.Parameter(torch.ones(10))
+    optimizer = torch.optim.SGD([weights], 0.002, momentum=0.99)
+    losses = []
+    for step in range(steps):
+        if step and step % every == 0:
+            forget_all(optimizer, [{}])
+        optimizer.zero_grad()
+        loss = (curvatures * weights.square()).sum() / 2
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return losses
+
+
+def draw_optimizer_restart() -> None:
+    """Momentum that is cleared, on a quadratic, and rates of cosine cycles that grow again after each restart."""
+    import torch
+
+    from lightning_hybrid.functional.rates import warmup_progress, warmup_value
+
+    figure, (left, right) = plain(columns=2)
+    left.semilogy(losses_with_restarts(400, 400), color="black", label="never")
+    left.semilogy(losses_with_restarts(50, 400), color="tab:blue", label="every 50")
+    left.set(xlabel="step", ylabel="loss of a quadratic")
+    left.legend(fontsize=8)
+    optimizer = torch.optim.SGD([torch.zeros(1)], 0.1)
+    cosine, rates, rising = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 20, 2), [], []
+    for _ in range(140):
+        rate, since = cosine.get_last_lr()[0], int(cosine.T_cur)
+        restarted = cosine.last_epoch >= 20
+        rates.append(rate)
+        rising.append(rate * (warmup_value(0.0, 1.0, warmup_progress(since, 8)) if restarted else 1.0))
+        optimizer.step()
+        cosine.step()
+    right.plot(rates, ":", color="black", label="schedule")
+    right.plot(rising, color="tab:blue", label="rewarm=8")
+    right.set(xlabel="step", ylabel="learning rate")
+    right.legend(fontsize=8)
+    save(figure, "optimizer_restart")
+
+
 if __name__ == "__main__":
     drawn = [name for name in list(globals()) if name.startswith("draw_")]
     for name in [f"draw_{word}" for word in sys.argv[1:]] or drawn:

@@ -52,9 +52,9 @@ def forget_all(optimizer: Optimizer, made: list[dict[str, Any]]) -> None:
     old = dict(optimizer.state)
     optimizer.state.clear()
     for group, entries in zip(optimizer.param_groups, made, strict=True):
-        for parameter in group["params"] if entries else ():
-            state = {name: old[parameter][name] for name in entries}
-            optimizer.state[parameter] = {name: _as(value, entries[name]) for name, value in state.items()}
+        for parameter in (parameter for parameter in group["params"] if entries and parameter in old):
+            state = old[parameter]
+            optimizer.state[parameter] = {name: _as(state[name], number) for name, number in entries.items()}
 
 
 @torch.no_grad()
