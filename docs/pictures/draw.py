@@ -264,6 +264,37 @@ def draw_optimizer_restart() -> None:
     save(figure, "optimizer_restart")
 
 
+def draw_pipeline_bubble() -> None:
+    """A step of 1F1B whose idle time is grey, and both conventions by the number of micro-batches."""
+    from lightning_hybrid.functional.bubbles import bubble_ratio, bubble_share, pipeline_times
+    from lightning_hybrid.functional.lowering import lower
+    from lightning_hybrid.functional.schedules import Kind, choose
+    from lightning_hybrid.functional.simulation import simulate
+
+    def simulated(m: int, v: int = 1) -> list[Any]:
+        name = "1f1b" if v == 1 else "interleaved_1f1b"
+        return simulate(lower(choose(name, 4, m, v), 4 * v)).events
+
+    figure, (above, below) = plain(rows=2)
+    events = simulated(6)
+    for rank, action, start, end in events:
+        if action.kind in (Kind.FORWARD, Kind.BACKWARD):
+            color = "tab:blue" if action.kind is Kind.FORWARD else "tab:orange"
+            above.broken_barh([(start, end - start)], (rank - 0.4, 0.8), facecolors=color, edgecolor="white")
+    above.set(facecolor="0.85", xlim=(0, max(e.end for e in events)), ylim=(3.5, -0.5), yticks=range(4))
+    above.set_title("4 stages, 6 micro-batches: grey is idle", fontsize=9)
+    above.set_ylabel("rank")
+    counts = list(range(4, 41, 4))
+    for v, style in ((1, "-"), (2, "--")):
+        times = [pipeline_times(simulated(m, v)) for m in counts]
+        for convention, color in ((bubble_ratio, "tab:red"), (bubble_share, "tab:green")):
+            label = f"{convention.__name__.removeprefix('bubble_')}, {v} chunk{'s' * (v > 1)} a rank"
+            below.plot(counts, [convention(*pair) for pair in times], style, color=color, marker=".", label=label)
+    below.set(xlabel="micro-batches", ylabel="bubble", ylim=(0, 0.8))
+    below.legend(fontsize=8)
+    save(figure, "pipeline_bubble")
+
+
 if __name__ == "__main__":
     drawn = [name for name in list(globals()) if name.startswith("draw_")]
     for name in [f"draw_{word}" for word in sys.argv[1:]] or drawn:

@@ -80,7 +80,7 @@ class Executor:
         num_stages: Stages of the whole model.
 
     Attributes:
-        record: Keep the times of actions in `events`.
+        record: Keep the times of actions in `events`; a device is waited for around each of them.
         events: Times of the last step's actions, if recorded.
         peak_in_flight: Most micro-batches of the last step whose forward was done and whose backward was not, over
             chunks.
@@ -110,18 +110,24 @@ class Executor:
         self.events, self.peak_in_flight = [], 0
         self._gradients: dict[tuple[int, int], list[Tensor]] = {}
         for action in work.program:
-            self._started = time.perf_counter()
+            self._started = self._now()
             handlers[action.kind](work, action.stage, action.micro_batch)
             if self.record:
-                self.events.append((self.mesh.pipeline_rank, action, self._started, time.perf_counter()))
+                self.events.append((self.mesh.pipeline_rank, action, self._started, self._now()))
         self._transport.finish()
         self._saved.clear()
+
+    def _now(self) -> float:
+        device = self.mesh.device
+        if self.record and device.type != "cpu":  # one stream: a send may wait for a rank that waits for this one
+            torch.get_device_module(device).current_stream(device).synchronize()
+        return time.perf_counter()
 
     def _forward(self, work: Work, stage: int, micro_batch: int) -> None:
         payload = self._transport.take(stage, micro_batch, forward=True) if stage else []
         for tensor, spec in zip(payload, work.plans[micro_batch][stage].received if stage else (), strict=True):
             tensor.requires_grad_(spec.requires_grad and torch.is_grad_enabled())
-        self._started = time.perf_counter()  # an action's time does not contain the wait for its input
+        self._started = self._now()  # an action's time does not contain the wait for its input
         result = work.forward(stage, micro_batch, payload)
         if stage < self.num_stages - 1 or torch.is_grad_enabled():
             self._saved[stage, micro_batch] = _Saved(payload, result)
@@ -138,7 +144,7 @@ class Executor:
             gradients = self._transport.take(stage, micro_batch, forward=False)
             if weight is None:
                 weight = gradients.pop().item() if work.plans[micro_batch][stage].auxiliary else 0.0
-        self._started = time.perf_counter()
+        self._started = self._now()
         work.before_backward(stage, micro_batch)
         if roots:
             with auxiliary_weight(weight):
