@@ -295,6 +295,70 @@ def draw_pipeline_bubble() -> None:
     save(figure, "pipeline_bubble")
 
 
+def wide_net() -> Any:
+    """A LightningModule of six wide layers, and 24,576 samples."""
+    import torch
+    from lightning.pytorch import LightningModule
+    from torch import nn
+
+    class Net(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+            self.example_input_array = torch.zeros(1, 256)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self(batch[0]).square().mean()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self(batch[0])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 1e-3)
+
+    return Net(), torch.utils.data.TensorDataset(torch.randn(24_576, 256))
+
+
+def draw_utilization() -> None:
+    """Throughput that is logged in a run with validation, and what a clock on the wall says of the same steps."""
+    import time
+
+    from lightning.pytorch import Callback, Trainer
+    from torch.utils.data import DataLoader
+
+    from lightning_hybrid.callbacks import UtilizationMonitor
+
+    class Wall(Callback):
+        def __init__(self) -> None:
+            self.rows, self.start = list[tuple[int, float, float, float]](), 0.0
+
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.global_step % 8 == 0:
+                now, last = time.perf_counter(), monitor.last
+                rates = (last["samples_per_second"], 8 * 256 / (now - self.start), last["model_flops_utilization"])
+                self.rows.append((trainer.global_step, *rates))
+                self.start = now
+
+    monitor, wall = UtilizationMonitor("measured", peak_flops=1e11), Wall()
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    often = {"max_epochs": 1, "log_every_n_steps": 8, "val_check_interval": 32, "limit_val_batches": 30}
+    net, data = wide_net()
+    loader = DataLoader(data, 256)
+    Trainer(accelerator="cpu", callbacks=[monitor, wall], **often, **quiet).fit(net, loader, loader)
+    figure, axes = plain()
+    steps, ours, naive, use = zip(*wall.rows[1:], strict=True)
+    axes.plot(steps, ours, marker=".", label="UtilizationMonitor: without validation")
+    axes.plot(steps, naive, ":", marker=".", color="tab:red", label="by the clock on the wall")
+    other = axes.secondary_yaxis("right", functions=(lambda y: y * use[0] / ours[0], lambda y: y * ours[0] / use[0]))
+    other.set_ylabel("use of 100 GFLOP/s")
+    axes.set(xlabel="step; validation after each 32", ylabel="samples a second", ylim=(0, 1.3 * max(ours)))
+    axes.legend(fontsize=8)
+    save(figure, "utilization")
+
+
 if __name__ == "__main__":
     drawn = [name for name in list(globals()) if name.startswith("draw_")]
     for name in [f"draw_{word}" for word in sys.argv[1:]] or drawn:

@@ -11,6 +11,7 @@ from lightning_hybrid.callbacks.learning_rate_warmup import LearningRateWarmup
 from lightning_hybrid.callbacks.memory_ledger import MemoryLedger
 from lightning_hybrid.callbacks.optimizer_restart import OptimizerRestart
 from lightning_hybrid.callbacks.parameter_offload import ParameterOffload
+from lightning_hybrid.callbacks.utilization_monitor import UtilizationMonitor
 from lightning_hybrid.callbacks.weight_decay_rules import WeightDecayRules
 
 __all__ = [
@@ -25,5 +26,6 @@ __all__ = [
     "MemoryLedger",
     "OptimizerRestart",
     "ParameterOffload",
+    "UtilizationMonitor",
     "WeightDecayRules",
 ]

@@ -3,9 +3,12 @@
 from lightning_hybrid.metrics.hessian import HessianTopEigenvalue
 from lightning_hybrid.metrics.pipeline_bubble import PipelineBubble
 from lightning_hybrid.metrics.sharpness import Sharpness
+from lightning_hybrid.metrics.throughput import ModelFlopsUtilization, Throughput
 
 __all__ = [
     "HessianTopEigenvalue",
+    "ModelFlopsUtilization",
     "PipelineBubble",
     "Sharpness",
+    "Throughput",
 ]
