@@ -3,6 +3,7 @@
 from lightning_hybrid.callbacks.activation_compression import ActivationCompression
 from lightning_hybrid.callbacks.activation_offload import ActivationOffload
 from lightning_hybrid.callbacks.activation_recompute import ActivationRecompute
+from lightning_hybrid.callbacks.batch_time_profile import BatchTimeProfile
 from lightning_hybrid.callbacks.communication_ledger import CommunicationLedger
 from lightning_hybrid.callbacks.expert_monitor import ExpertMonitor
 from lightning_hybrid.callbacks.gradient_noise import GradientNoise
@@ -18,6 +19,7 @@ __all__ = [
     "ActivationCompression",
     "ActivationOffload",
     "ActivationRecompute",
+    "BatchTimeProfile",
     "CommunicationLedger",
     "ExpertMonitor",
     "GradientNoise",

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from lightning_hybrid.callbacks.reports import is_logging_step
+from lightning_hybrid.callbacks.reports import is_logging_step, num_replicas
 from lightning_hybrid.functional.bubbles import bubble_ratio, bubble_share, pipeline_times
 from lightning_hybrid.functional.utilization import model_flops_utilization, training_flops
 from lightning_hybrid.parallel.ledgers.traffic import over_ranks
@@ -165,7 +165,7 @@ class UtilizationMonitor(Callback):
         times = pipeline_times(strategy.timeline()) if is_recorded else (0.0, 0.0)
         rows = over_ranks((window.samples, window.tokens, window.batches, seconds, *times))
         samples, tokens, batches, all_seconds, busy, total = zip(*rows, strict=True)
-        slowest, copies = max(all_seconds), len(rows) // replicas(trainer)
+        slowest, copies = max(all_seconds), len(rows) // num_replicas(trainer)
         done = {"samples": sum(samples) // copies, "batches": max(batches)}
         if self.count_tokens is not None:
             done["tokens"] = sum(tokens) // copies
@@ -182,12 +182,6 @@ class UtilizationMonitor(Callback):
             self.last["pipeline_bubble"] = BUBBLES[self.bubble](sum(busy), sum(total))
         for name, value in self.last.items():
             pl_module.log(f"utilization/{name}", torch.tensor(value, dtype=torch.float64), batch_size=1)
-
-
-def replicas(trainer: Trainer) -> int:
-    """Ranks that see different data: as many as a sampler has shares."""
-    kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
-    return int(kwargs.get("num_replicas", 1))
 
 
 def known_peak(trainer: Trainer) -> float:

@@ -74,6 +74,26 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     return [unflatten([part[i] for part in parts], node) for i in range(len(sizes))]
 
 
+def take_samples(batch: Any, size: int) -> Any:
+    """A batch of `size` samples, made of the first ones, and of all over again where there are not so many.
+
+    Args:
+        batch: As of :func:`split_batch`.
+        size: Samples wanted, at least 1.
+
+    Returns:
+        The same containers; tensors with a first dimension and lists of samples are copies.
+
+    Raises:
+        ValueError: If a tensor's first dimension is not the number of samples.
+        TypeError: If something is neither a tensor nor a constant.
+    """
+    num_samples = batch_size(batch)
+    order = [index % num_samples for index in range(size)]
+    leaves, node = flatten(_mark_samples(batch, num_samples))
+    return unflatten([_take_leaf(leaf, order, num_samples) for leaf in leaves], node)
+
+
 def check_even(least: int, most: int) -> None:
     """Refuse numbers of micro-batches that differ between replicas, where each takes part in all gathers and sums.
 
@@ -118,6 +138,15 @@ def _mark_samples(tree: Any, num_samples: int) -> Any:
 
 def _holds_tensor(tree: object) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in flatten(tree)[0])
+
+
+def _take_leaf(leaf: Any, order: list[int], num_samples: int) -> Any:
+    if isinstance(leaf, _Samples):
+        return type(leaf.samples)(leaf.samples[index] for index in order)
+    (whole,) = _split_leaf(leaf, [num_samples], num_samples)
+    if not isinstance(whole, Tensor) or whole.ndim == 0:
+        return whole
+    return whole.index_select(0, torch.tensor(order, device=whole.device))
 
 
 def _split_leaf(leaf: Any, sizes: list[int], num_samples: int) -> list[Any]:
