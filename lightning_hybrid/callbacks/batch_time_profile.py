@@ -133,7 +133,9 @@ class BatchTimeProfile(Callback):
         said.append(f"t(b) is about {1000 * overhead:.3g} ms + {1000 * slope:.3g} ms b.")
         gain, largest = self.times.headroom, self.times.sizes[-1]
         said.append(f"From {self.times.knee} samples on, a larger micro-batch pays less than {self.tolerance:.0%}.")
-        if gain > self.tolerance and self.too_large is None:
+        if slope <= 0:
+            said[-2:] = ["Times do not grow with the size: give max_size, or more repeats, to see where they do."]
+        elif gain > self.tolerance and self.too_large is None:
             said[-1] = f"Beyond {largest} samples the line promises {gain:.0%} more throughput: give max_size to see."
         if self.exchange:
             took = f"{1000 * self.exchange:.3g} ms"

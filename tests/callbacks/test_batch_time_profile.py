@@ -11,6 +11,7 @@ from torchmetrics import MeanMetric
 
 from lightning_hybrid.callbacks import BatchTimeProfile
 from lightning_hybrid.callbacks.step_alone import refuse_parts
+from lightning_hybrid.functional.batch_times import BatchTimes
 from lightning_hybrid.parallel.pipeline.microbatch import take_samples
 from tests.launch import run_trainers
 from tests.small import WIDTH, Small, fit, hybrid, loader, trainer_of, weights
@@ -63,7 +64,7 @@ class Stateful(Small):
         self.losses.append(loss.item())
         self.mean.update(loss)
         self.log("loss", loss)
-        self.log("calls", float(self.calls))
+        self.log(f"of {len(x)}", loss)
         if self.logger is not None:
             self.logger.log_metrics({"direct": loss.item()})
         return {"loss": loss}
@@ -78,7 +79,8 @@ def outcome(strategy="auto", data=1, profile=None, **options):
         module, loader(12, 6, data), strategy, callbacks=callbacks, logger=kept, log_every_n_steps=1, **options
     )
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    left = (dict(weights(trainer)), gradients, torch.rand(3), kept.rows, module.calls, module.losses)
+    logged = {name: value for name, value in trainer.callback_metrics.items() if "batch_time" not in name}
+    left = (dict(weights(trainer)), gradients, torch.rand(3), kept.rows, logged, module.calls, module.losses)
     return left, trainer
 
 
@@ -128,6 +130,12 @@ def test_knee_is_said_where_larger_sizes_pay_no_more(capsys):
     assert f"From {first} samples on, a larger micro-batch pays less than 10%." in " ".join(
         capsys.readouterr().out.split()
     )
+
+
+def test_times_that_do_not_grow_say_so():
+    profile = BatchTimeProfile()
+    profile.times = BatchTimes([1, 2, 4], [3.0, 2.0, 1.0])
+    assert "Times do not grow with the size: give max_size, or more repeats, to see where they do." in profile.verdict()
 
 
 def test_profile_ends_where_the_memory_does(capsys):
