@@ -301,6 +301,8 @@ def wide_net() -> Any:
     from lightning.pytorch import LightningModule
     from torch import nn
 
+    torch.set_num_threads(1)
+
     class Net(LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -357,6 +359,19 @@ def draw_utilization() -> None:
     axes.set(xlabel="step; validation after each 32", ylabel="samples a second", ylim=(0, 1.3 * max(ours)))
     axes.legend(fontsize=8)
     save(figure, "utilization")
+
+
+def draw_batch_time_profile() -> None:
+    """A profile of a small network on a CPU, as the callback draws it."""
+    from lightning.pytorch import Trainer
+    from torch.utils.data import DataLoader
+
+    from lightning_hybrid.callbacks import BatchTimeProfile
+
+    net, data = wide_net()
+    profile = BatchTimeProfile(repeats=31, max_size=512, picture=PICTURES / "batch_time_profile.png")
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    Trainer(accelerator="cpu", callbacks=[profile], max_steps=1, **quiet).fit(net, DataLoader(data, 256))
 
 
 if __name__ == "__main__":
