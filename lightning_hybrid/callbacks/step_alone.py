@@ -79,6 +79,7 @@ class StepAlone:
         self._trainer, self._module = trainer, pl_module
         self._device = trainer.strategy.root_device
         self._parameters = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
+        self._counting: list[Any] = [m for m in pl_module.modules() if hasattr(type(m), "balance_group")]
         self._takes_index = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
 
     @property
@@ -102,6 +103,8 @@ class StepAlone:
         self._trainer.loggers = [DummyLogger() for _ in loggers]
         try:
             with Snapshot(self._module, self._device):
+                for module in self._counting:  # layers of experts, whose statistics are another object's
+                    module.reduces = False
                 yield
         finally:
             self._trainer.loggers = loggers

@@ -11,6 +11,7 @@ from torchmetrics import MeanMetric
 
 from lightning_hybrid.callbacks import BatchTimeProfile
 from lightning_hybrid.callbacks.step_alone import refuse_parts
+from lightning_hybrid.experts import MoELayer
 from lightning_hybrid.functional.batch_times import BatchTimes
 from lightning_hybrid.parallel.pipeline.microbatch import take_samples
 from tests.launch import run_trainers
@@ -136,6 +137,20 @@ def test_times_that_do_not_grow_say_so():
     profile = BatchTimeProfile()
     profile.times = BatchTimes([1, 2, 4], [3.0, 2.0, 1.0])
     assert "Times do not grow with the size: give max_size, or more repeats, to see where they do." in profile.verdict()
+
+
+class Mixture(Small):
+    def __init__(self):
+        super().__init__()
+        self.outlet = nn.Sequential(MoELayer(WIDTH, 4, 2, router="loss_free"), self.outlet).double()
+
+
+def test_experts_are_not_counted():
+    module = Mixture()
+    fit(module, loader(12, 6), callbacks=[BatchTimeProfile(repeats=1)])
+    assert (module.outlet[0].statistics.num_passes, module.outlet[0].statistics.num_tokens) == (2, 12)
+    expected = fit(Mixture(), loader(12, 6))
+    torch.testing.assert_close(module.state_dict(), dict(weights(expected)), rtol=0, atol=0)
 
 
 def test_profile_ends_where_the_memory_does(capsys):
