@@ -94,29 +94,30 @@ def measured(strategy="auto", data=1, devices=1, **options):
 
 def by_rank():
     """On one of four ranks."""
-    both = measured(hybrid(), 2, 4), measured(hybrid(accumulate_on_cpu=True), 2, 4, accumulate_grad_batches=2)
+    pipeline = measured(hybrid(), 2, 4)
     tensor = measured(hybrid(1, tensor_parallel_size=2, tensor_parallel_plan={"*.linear": "rowwise"}), 2, 4)
-    return [*both, tensor, measured("ddp", 4, 4)]
+    return [pipeline, tensor, measured("ddp", 4, 4)]
 
 
-def expected():
-    """By hand: 18 samples in batches of 4, 4, 4, 4, 2 in each of two epochs, logged after every second step."""
+@pytest.mark.parametrize(
+    ("accumulate", "windows"),  # of batches; the first batch does not count
+    [(1, [(1, 2), (2, 4), (4, 6), (6, 8), (8, 10)]), (2, [(1, 4), (4, 7), (7, 10)])],
+)
+def test_one_process_counts_as_by_hand(accumulate, windows):
+    """18 samples in batches of 4, 4, 4, 4, 2 in each of two epochs, logged after every second step."""
     sizes, times = [4, 4, 4, 4, 2] * 2, [0.5 + number / 64 for number in range(1, 11)]
-    windows = [(1, 2), (2, 4), (4, 6), (6, 8), (8, 10)]  # the first batch does not count
-    return [sum(sizes[slice(*window)]) / sum(times[slice(*window)]) for window in windows], sum(sizes[5:]) / sum(
-        times[5:]
-    )
-
-
-def test_one_process_counts_as_by_hand():
-    rows, own, bubble = measured()
-    rates, of_epoch = expected()
-    changes = [row["samples_per_second"] for row in rows[1::2]]
-    assert changes == pytest.approx(rates, rel=1e-12)
-    assert "samples_per_second" not in rows[0]
-    assert [row["tokens_per_second"] for row in rows[1::2]] == pytest.approx([WIDTH * r for r in rates], rel=1e-12)
-    use = [row["model_flops_utilization"] for row in rows[1::2]]
-    assert use == pytest.approx([PER_SAMPLE * rate / PEAK for rate in rates], rel=1e-12)
+    *rates, of_epoch = (sum(sizes[begin:end]) / sum(times[begin:end]) for begin, end in [*windows, (5, 10)])
+    rows, own, bubble = measured(accumulate_grad_batches=accumulate)
+    assert rows[: windows[0][1] - 1] == [{}] * (windows[0][1] - 1)
+    ends = [*(end for _, end in windows[1:]), 11]
+    for (begin, end), following, rate in zip(windows, ends, rates, strict=True):
+        assert rows[end - 1 : following - 1] == [rows[end - 1]] * (following - end)  # nothing is logged in between
+        assert rows[end - 1] == {
+            "samples_per_second": pytest.approx(rate, rel=1e-12),
+            "tokens_per_second": pytest.approx(WIDTH * rate, rel=1e-12),
+            "batches_per_second": pytest.approx((end - begin) / sum(times[begin:end]), rel=1e-12),
+            "model_flops_utilization": pytest.approx(PER_SAMPLE * rate / PEAK, rel=1e-12),
+        }
     assert own == {
         "throughput": pytest.approx(of_epoch, rel=1e-12),
         "utilization": pytest.approx(PER_SAMPLE * of_epoch / PEAK, rel=1e-12),
@@ -127,12 +128,11 @@ def test_one_process_counts_as_by_hand():
 def test_every_layout_counts_each_sample_once():
     results = run_trainers(4, by_rank, timeout=200)
     assert all(of_rank == results[0] for of_rank in results)
-    pipeline, accumulated, tensor, ddp = results[0]
+    pipeline, tensor, ddp = results[0]
     for rows, own, _ in (pipeline, tensor):
         alone, own_alone, _ = measured()
         check(rows, alone)
         assert own == {name: pytest.approx(v / (4 if name == "utilization" else 1)) for name, v in own_alone.items()}
-    check(accumulated[0], measured(accumulate_grad_batches=2)[0])
     assert 0 < pipeline[2] < 1
     assert tensor[2] == 0
     assert ddp[2] is None
