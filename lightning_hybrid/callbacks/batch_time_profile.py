@@ -16,14 +16,15 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_hybrid.callbacks.arguments import check_whole
+from lightning_hybrid.callbacks.global_batch import count_samples, num_replicas
 from lightning_hybrid.callbacks.pictures import Picture, picture_path, write_picture
-from lightning_hybrid.callbacks.reports import num_replicas, show
+from lightning_hybrid.callbacks.reports import show
 from lightning_hybrid.callbacks.step_alone import StepAlone, refuse_parts
 from lightning_hybrid.functional.batch_time_drawing import batch_times_png
 from lightning_hybrid.functional.batch_times import BatchTimes, default_sizes, exchange_ratio
 from lightning_hybrid.functional.traffic import ring_bytes
 from lightning_hybrid.parallel.ledgers.traffic import over_ranks, uncounted
-from lightning_hybrid.parallel.pipeline.microbatch import batch_size, take_samples
+from lightning_hybrid.parallel.pipeline.microbatch import take_samples
 
 FILE = "batch_times.png"
 
@@ -102,7 +103,7 @@ class BatchTimeProfile(Callback):
             return
         self._is_due, self.times, self.too_large = False, None, None
         alone = StepAlone(trainer, pl_module)
-        of_batch = min(over_ranks(batch_size(batch)))
+        of_batch = min(over_ranks(count_samples(batch)))
         self._measure(alone, batch, batch_idx, self.sizes or default_sizes(self.max_size or of_batch))
         self._compare(trainer, alone, of_batch)
         show(trainer, self.table())

@@ -18,12 +18,6 @@ def is_logging_step(trainer: Trainer) -> bool:
     return interval > 0 and trainer.global_step % interval == 0
 
 
-def num_replicas(trainer: Trainer) -> int:
-    """Ranks that see different data: as many as a sampler has shares; each other rank sees what one of them does."""
-    shares = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
-    return int(shares.get("num_replicas", 1))
-
-
 def log_bytes(pl_module: LightningModule, name: str, num_bytes: float) -> None:
     """Log a number of bytes, exactly: float32 would round above 16 MiB."""
     pl_module.log(name, torch.tensor(num_bytes, dtype=torch.float64), batch_size=1)

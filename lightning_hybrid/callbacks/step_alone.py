@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from lightning_hybrid.callbacks.reports import num_replicas
+from lightning_hybrid.callbacks.global_batch import num_replicas
 from lightning_hybrid.parallel.pipeline.snapshot import Snapshot
 
 

@@ -13,7 +13,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from lightning_hybrid.callbacks.reports import is_logging_step, num_replicas
+from lightning_hybrid.callbacks.global_batch import count_samples as samples_of
+from lightning_hybrid.callbacks.global_batch import num_replicas
+from lightning_hybrid.callbacks.reports import is_logging_step
 from lightning_hybrid.functional.bubbles import bubble_ratio, bubble_share, pipeline_times
 from lightning_hybrid.functional.utilization import model_flops_utilization, training_flops
 from lightning_hybrid.parallel.ledgers.traffic import over_ranks
@@ -82,7 +84,7 @@ class UtilizationMonitor(Callback):
         if bubble not in (None, *BUBBLES):
             raise ValueError(f"bubble={bubble!r} must be 'share' (of total time), 'ratio' (to ideal time) or None.")
         self.flops_per_sample, self.flops_per_token, self.peak_flops = flops_per_sample, flops_per_token, peak_flops
-        self.count_samples, self.count_tokens = count_samples or batch_size, count_tokens
+        self.count_samples, self.count_tokens = count_samples or samples_of, count_tokens
         self.bubble, self.clock = bubble, clock
         self.last: dict[str, float] = {}
         self._flops: float | None = None
