@@ -38,7 +38,7 @@ def _lightning(args: list[str] | None) -> None:  # None lets Lightning read sys.
     """Run ``fit``, ``validate``, ``test`` or ``predict``; any model and data by ``class_path``, strategies by name."""
     from lightning.pytorch.cli import LightningCLI  # here, so that the tools start without it
 
-    for part in ("callbacks", "optim"):  # with the package, which registers strategies: all have short names
+    for part in ("callbacks", "metrics", "optim"):  # with the package, which registers strategies: all have short names
         import_module(f"lightning_hybrid.{part}")
     tools = "; ".join(f"{name}: {line}" for name, line in TOOLS.items())
     LightningCLI(

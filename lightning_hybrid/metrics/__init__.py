@@ -1,5 +1,7 @@
 """Metrics of torchmetrics that guide large-batch training."""
 
+from lightning_hybrid.metrics.gradient_noise_scale import GradientNoiseScale
+from lightning_hybrid.metrics.gradient_noise_scale_monitor import GradientNoiseScaleMonitor
 from lightning_hybrid.metrics.hessian import HessianTopEigenvalue
 from lightning_hybrid.metrics.pipeline_bubble import PipelineBubble
 from lightning_hybrid.metrics.sharpness import Sharpness
@@ -12,3 +14,4 @@ __all__ = [
     "Sharpness",
     "Throughput",
 ]
+__all__ = ["GradientNoiseScale", "GradientNoiseScaleMonitor", "HessianTopEigenvalue", "Sharpness"]

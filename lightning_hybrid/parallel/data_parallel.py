@@ -61,6 +61,9 @@ class DataParallel(Protocol):
     def held_parameters(self) -> list[nn.Parameter]:
         """All parameters that may have gradients."""
 
+    def leaf(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What backward passes give a parameter's gradient to."""
+
     def places(self, name: str, parameter: nn.Parameter) -> list[Place]:
         """Where a parameter's gradient may be between two batches of a window; the first takes what fits no other."""
 
@@ -165,6 +168,10 @@ class Replicated:
     def held_parameters(self) -> list[nn.Parameter]:
         """Those of the model."""
         return list(self._root.parameters())
+
+    def leaf(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The parameter itself."""
+        return parameter
 
     def places(self, name: str, parameter: nn.Parameter) -> list[Place]:
         """Each replica has its own."""

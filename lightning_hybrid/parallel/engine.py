@@ -49,6 +49,7 @@ class Engine(Holdings):
         balancing: What layers count over the replicas.
         num_samples: Samples of this replica's last batch.
         seed: Base of all random numbers drawn in steps.
+        observers: Each is given a training batch and its work, and returns the work to be done in its place.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Engine(Holdings):
         self.seed = seed
         self.planner = Planner(cut, mesh, self._run_probe, self._around_probe) if cut is not None else None
         self._runs: dict[tuple[int, int], StageRun] = {}
+        self.observers: list[Callable[[Step, Work], Work]] = []
         self._evaluation, self.balancing = ExitStack(), Balancing(root, mesh)
         size = mesh.layout.pipeline
         self._program = cache(lambda m: lower(choose(schedule, size, m, num_chunks), self.num_stages))
@@ -168,6 +170,8 @@ class Engine(Holdings):
             work = Work(
                 program, plans, self._forward(step, plans), seed, weight, self.data.before_backward, self._forget
             )
+            for observe in self.observers:
+                work = observe(step, work)
             try:
                 self.executor.run(work)
             except BaseException:

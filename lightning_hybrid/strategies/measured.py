@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.parallel.checkpoint.parts import Part, part_of
+from lightning_hybrid.functional.noise_scale import GradientSums
 from lightning_hybrid.parallel.pipeline.executor import Event
+from lightning_hybrid.parallel.small_gradients import SmallGradients
 from lightning_hybrid.parallel.zero.measuring import own_passes
 from lightning_hybrid.strategies.states import StatefulStrategy
 
@@ -36,6 +38,8 @@ class MeasuredStrategy(StatefulStrategy):
         """Whether states of optimizers that a checkpoint has are still to be loaded, with the first batch."""
         return self.assembly.awaits_states
 
+    """Norms and squares of gradients, times of actions, and whole parameters for measures of the loss."""
+
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
         """2-norm of the gradients of the whole model; all ranks must call it, as in `on_before_optimizer_step`.
 
@@ -47,6 +51,33 @@ class MeasuredStrategy(StatefulStrategy):
         """
         assert self.assembly.clipping is not None
         return self.assembly.clipping.norm(optimizer)
+
+    def watch_gradients(self, optimizer: Optimizer) -> SmallGradients:
+        """Take squares of the gradients of each micro-batch, from the next step on; its `remove` ends that.
+
+        Args:
+            optimizer: Its parameters count, each once.
+
+        Raises:
+            ValueError: If a micro-batch's gradient is nowhere whole, or not of that micro-batch alone.
+        """
+        return SmallGradients(self.assembly.engine, optimizer)
+
+    def gradient_sums(self, watched: SmallGradients) -> tuple[GradientSums, bool]:
+        """Sums over the micro-batches of the last batch of all replicas; all ranks must call it.
+
+        Args:
+            watched: What `watch_gradients` gave.
+
+        Returns:
+            sums: Of gradients of unscaled losses, with the weights that they have in the step's gradient.
+            by_weight: Weights, and sizes, are those that `training_step` returned as `loss_weight`; the step's gradient
+                is divided by the sum of its window's.
+        """
+        window = self.assembly.runner.window
+        by_weight = window.weight > 0
+        factor = (window.weight_unit if by_weight else 1.0) / window.loss_scale
+        return watched.sums(factor, by_weight=by_weight), by_weight
 
     @property
     def last_gradient_norm(self) -> Tensor | None:

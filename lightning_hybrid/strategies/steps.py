@@ -250,7 +250,7 @@ class StepRunner:
             return output
 
         mode = (hook, self.module.training, torch.is_grad_enabled())
-        return Step((hook, *name), [(mode, structure_key(part)) for part in parts], call)
+        return Step((hook, *name), [(mode, structure_key(part)) for part in parts], call, sizes)
 
     def _recorder(self) -> Recorder:
         cut = self.engine.cut

@@ -33,11 +33,13 @@ class Step:
         name: The step's name and whatever identifies the batch: what random numbers are derived from.
         keys: For each micro-batch, what its plan is valid for.
         call: Runs the user's step on a micro-batch, by number.
+        sizes: For each micro-batch, its samples.
     """
 
     name: tuple[object, ...]
     keys: Sequence[Hashable]
     call: Callable[[int], Any]
+    sizes: Sequence[int] = ()
 
 
 @dataclass

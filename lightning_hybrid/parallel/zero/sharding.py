@@ -86,8 +86,7 @@ class Sharded:
         self._units, self._buckets, self._root = held
         self.modules = [*(module for _, module in self._units), *self._buckets]
         free_early(self._root)
-        self._fills = hasattr(self._root, "set_reduce_scatter_unused_params")
-        on_host = mesh.device.type == "cpu"
+        self._fills, on_host = hasattr(self._root, "set_reduce_scatter_unused_params"), mesh.device.type == "cpu"
         configure(self._units, self._buckets, zero_stage=zero_stage, fills=self._fills, on_host=on_host)
         if fill is not None:
             fill()
@@ -179,6 +178,10 @@ class Sharded:
     def held_parameters(self) -> list[nn.Parameter]:
         """All that may have gradients: the slices, and what modules show in their place while it is whole."""
         return [*self.sharded.values(), *self._twins.whole, *self.loose]
+
+    def leaf(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The whole parameter that modules show in a shard's place."""
+        return self._twins.leaf(parameter)
 
     def places(self, name: str, parameter: nn.Parameter) -> list[Place]:
         """On shards what is summed; before that whole in stage 1, and with copies of shards in the sums of each."""

@@ -27,6 +27,11 @@ class Twins:
         """What modules show in a shard's place; None for what cannot have a gradient."""
         return next((whole for own, whole in zip(self._shards, self.whole, strict=True) if own is shard), None)
 
+    def leaf(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What modules show in a parameter's place, or itself."""
+        whole = self.whole_of(parameter)
+        return parameter if whole is None else whole
+
     def agree(self) -> None:
         """Where the user has frozen or thawed one of two, which is what modules have shown, let the other follow."""
         for index, (shard, whole) in enumerate(zip(self._shards, self.whole, strict=True)):

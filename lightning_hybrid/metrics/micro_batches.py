@@ -1,0 +1,49 @@
+"""Small gradients of a training under this package's strategies: each micro-batch of each replica gives one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+from torch.optim import Optimizer
+
+from lightning_hybrid.functional.noise_scale import GradientSums
+from lightning_hybrid.metrics.backward_passes import loss_scale
+
+
+class MicroBatches:
+    """What the strategy sees in the backward passes of micro-batches.
+
+    Args:
+        trainer: Its strategy has `watch_gradients`.
+        optimizer: Its parameters count.
+
+    Raises:
+        ValueError: If a micro-batch's gradient is nowhere whole, or not of that micro-batch alone.
+    """
+
+    def __init__(self, trainer: Trainer, optimizer: Optimizer) -> None:
+        self._trainer, self._optimizer = trainer, optimizer
+        self._strategy: Any = trainer.strategy  # of another layer
+        self._watched = self._strategy.watch_gradients(optimizer)
+        self._by_weight = False
+
+    def begin_batch(self, batch: Any) -> None:
+        """The strategy counts samples."""
+
+    def begin_pass(self) -> None:
+        """All passes of the batch have run."""
+
+    def end_pass(self) -> GradientSums:
+        """Sums over the batch's micro-batches and all replicas; all ranks call it together."""
+        sums, self._by_weight = self._strategy.gradient_sums(self._watched)
+        return sums
+
+    def finish(self, window: GradientSums) -> tuple[GradientSums, float]:
+        """The sums, and the squared norm of the step's gradient; all ranks call it together."""
+        square = (float(self._strategy.gradient_norm(self._optimizer)) / loss_scale(self._trainer)) ** 2
+        return window, square * window.weight**2 if self._by_weight else square
+
+    def remove(self) -> None:
+        """Let the strategy alone."""
+        self._watched.remove()
