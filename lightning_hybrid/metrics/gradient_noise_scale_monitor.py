@@ -14,7 +14,7 @@ from lightning_hybrid.compat import is_accumulating
 from lightning_hybrid.functional.noise_scale import GradientSums, noise_scale
 from lightning_hybrid.metrics.backward_passes import BackwardPasses
 from lightning_hybrid.metrics.gradient_noise_scale import GradientNoiseScale
-from lightning_hybrid.metrics.micro_batches import MicroBatches
+from lightning_hybrid.metrics.micro_batches import MicroBatches, WatchesGradients
 
 
 class GradientNoiseScaleMonitor(Callback):
@@ -131,7 +131,7 @@ class GradientNoiseScaleMonitor(Callback):
 def _source_of(trainer: Trainer) -> BackwardPasses | MicroBatches:
     strategy = trainer.strategy
     (optimizer,) = trainer.optimizers  # there are several with manual optimization alone
-    if hasattr(strategy, "watch_gradients"):
+    if isinstance(strategy, WatchesGradients):
         return MicroBatches(trainer, optimizer)
     whole = isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
     if not whole:

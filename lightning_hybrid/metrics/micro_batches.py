@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import Trainer
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.functional.noise_scale import GradientSums
 from lightning_hybrid.metrics.backward_passes import loss_scale
+from lightning_hybrid.parallel.small_gradients import SmallGradients
+
+
+@runtime_checkable
+class WatchesGradients(Protocol):
+    """What a strategy offers whose micro-batches have gradients of their own."""
+
+    def watch_gradients(self, optimizer: Optimizer) -> SmallGradients:
+        """Take squares of the gradients of each micro-batch, from the next step on."""
+
+    def gradient_sums(self, watched: SmallGradients) -> tuple[GradientSums, bool]:
+        """Sums over the micro-batches of the last batch, and whether returned weights stand for samples."""
+
+    def gradient_norm(self, optimizer: Optimizer) -> Tensor:
+        """2-norm of the whole model's gradients."""
 
 
 class MicroBatches:
     """What the strategy sees in the backward passes of micro-batches.
 
     Args:
-        trainer: Its strategy has `watch_gradients`.
+        trainer: Its strategy is one of `WatchesGradients`.
         optimizer: Its parameters count.
 
     Raises:
@@ -24,7 +40,8 @@ class MicroBatches:
 
     def __init__(self, trainer: Trainer, optimizer: Optimizer) -> None:
         self._trainer, self._optimizer = trainer, optimizer
-        self._strategy: Any = trainer.strategy  # of another layer
+        assert isinstance(trainer.strategy, WatchesGradients)
+        self._strategy = trainer.strategy
         self._watched = self._strategy.watch_gradients(optimizer)
         self._by_weight = False
 

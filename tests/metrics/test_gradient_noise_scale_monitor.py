@@ -17,6 +17,7 @@ from lightning_hybrid.metrics import GradientNoiseScale, GradientNoiseScaleMonit
 from lightning_hybrid.precision import FP16MasterWeights
 from tests.launch import run_trainers
 from tests.small import Small, fit, hybrid, loader, samples, trainer_of
+from tests.test_windows import Windowed
 
 
 class Net(Small):
@@ -114,23 +115,20 @@ class Deep(Net):
     depth = 4
 
 
+TENSOR = {"pipeline_parallel_size": 1, "tensor_parallel_size": 2}
 LAYOUTS = {
-    "chunks 2": {"num_chunks": 2},
-    "tensor 2": {
-        "pipeline_parallel_size": 1,
-        "tensor_parallel_size": 2,
-        "tensor_parallel_plan": {"*.linear": "colwise"},
-    },
-    "sequence": {"pipeline_parallel_size": 1, "tensor_parallel_size": 2, "sequence_parallel": True},
+    "chunks": (Deep, {"num_chunks": 2}),
+    "tensor": (Windowed, TENSOR),
+    "sequence": (Windowed, TENSOR | {"sequence_parallel": True}),
 }
 
 
 def by_layout():
     """On one of two ranks: moments of two steps of four micro-batches, or what is refused."""
     found = {}
-    for name, options in LAYOUTS.items():
+    for name, (module, options) in LAYOUTS.items():
         try:
-            own = run(Deep(), loader(16, 8), HybridPTDPStrategy(num_microbatches=4, **options))
+            own = run(module(), loader(16, 8), HybridPTDPStrategy(num_microbatches=4, **options))
             found[name] = own.metric.moments
         except ValueError as refused:
             found[name] = str(refused)
@@ -138,11 +136,11 @@ def by_layout():
 
 
 def test_chunks_and_slices_are_parts_of_one_gradient():
-    expected = run(Deep(), loader(16, 2), accumulate_grad_batches=4).metric.moments
+    alone = {"accumulate_grad_batches": 4}
+    deep, windowed = (tuple(run(module(), loader(16, 2), **alone).metric.moments) for module in (Deep, Windowed))
     for found in run_trainers(2, by_layout):
-        print(found)
-        assert found["chunks 2"] == pytest.approx(tuple(expected), rel=1e-9)
-        assert found["tensor 2"] == pytest.approx(tuple(expected), rel=1e-9)
+        assert found["chunks"] == pytest.approx(deep, rel=1e-9)
+        assert found["tensor"] == pytest.approx(windowed, rel=1e-9)
         assert "sequence_parallel=True" in found["sequence"]
 
 
