@@ -303,6 +303,34 @@ def wide_net() -> Any:
 
     torch.set_num_threads(1)
 
+
+def noise_scale_of_all(layers: Any, images: Any, classes: Any) -> float:
+    """tr(Sigma) over the squared norm of the mean gradient, from the gradient of each image."""
+    import torch
+    import torch.nn.functional as F
+    from torch.func import functional_call, grad, vmap
+
+    def loss(weights: Any, image: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(functional_call(layers, weights, image[None]), label[None])
+
+    weights = {name: parameter.detach() for name, parameter in layers.named_parameters()}
+    each = vmap(grad(loss), (None, 0, 0))(weights, images, classes)
+    gradients = torch.cat([gradient.flatten(1) for gradient in each.values()], 1)
+    return float(gradients.var(0).sum() / gradients.mean(0).square().sum())
+
+
+def noise_scales_of_digits(decay: float, every: int) -> tuple[list[float], dict[int, float]]:
+    """The scale at each step of a small network that learns scikit-learn's digits, and that of all data at some."""
+    import torch
+    import torch.nn.functional as F
+    from lightning.pytorch import LightningModule, Trainer
+    from torch.utils.data import DataLoader, default_convert
+
+    from examples.digits import Shuffled, parts
+    from lightning_hybrid.metrics import GradientNoiseScale, GradientNoiseScaleMonitor
+
+    measured, exact, train = list[float](), dict[int, float](), parts()["train"]
+
     class Net(LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -372,6 +400,52 @@ def draw_batch_time_profile() -> None:
     profile = BatchTimeProfile(repeats=31, max_size=512, picture=PICTURES / "batch_time_profile.png")
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     Trainer(accelerator="cpu", callbacks=[profile], max_steps=1, **quiet).fit(net, DataLoader(data, 256))
+
+
+            layers = torch.nn.Flatten(), torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 10)
+            self.layers = torch.nn.Sequential(*layers)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return F.cross_entropy(self.layers(batch[0]), batch[1])
+
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            measured.append(float(self.trainer.callback_metrics.get("gradient_noise_scale", "nan")))
+            if len(measured) % every == 0:
+                exact[len(measured)] = noise_scale_of_all(self.layers, train.images, train.classes)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    torch.manual_seed(0)
+    loader = DataLoader(train, 32, sampler=Shuffled(len(train), 60, seed=0), collate_fn=default_convert)
+    quiet: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    callbacks = [GradientNoiseScaleMonitor(GradientNoiseScale(decay))]
+    trainer = Trainer(accelerator="cpu", max_epochs=1, accumulate_grad_batches=4, callbacks=callbacks, **quiet)
+    trainer.fit(Net(), loader)
+    return measured, exact
+
+
+def draw_gradient_noise_scale() -> None:
+    """The scale of a training as measured on the way and over all data, and what batch sizes cost at its end."""
+    from lightning_hybrid.functional.noise_scale import batch_costs
+
+    figure, (left, right) = plain(columns=2)
+    for decay, color in ((0.9, "lightblue"), (0.99, "tab:blue")):
+        measured, exact = noise_scales_of_digits(decay, every=50)
+        left.plot(measured, color=color, linewidth=1, label=f"measured, decay {decay}")
+    left.plot(list(exact), list(exact.values()), "o", color="black", markersize=4, label="over all data")
+    left.set(xlabel="step", ylabel="noise scale (samples)", yscale="log")
+    left.legend(fontsize=8)
+    batches, scale = [2.0 ** (index / 4) for index in range(8, 57)], measured[-1]
+    costs = [batch_costs(batch, scale) for batch in batches]
+    right.plot(batches, [cost.steps for cost in costs], color="tab:red", label="steps / least")
+    right.plot(batches, [cost.samples for cost in costs], color="tab:green", label="samples / least")
+    right.axvline(scale, color="black", linewidth=0.8, linestyle="--")
+    right.set(xlabel="batch size", xscale="log", yscale="log")
+    right.legend(fontsize=8)
+    left.set_title("digits, batches of 4 x 32", fontsize=9)
+    right.set_title("what batch sizes cost at the end", fontsize=9)
+    save(figure, "gradient_noise_scale")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.functional.noise_scale import GradientSums
-from lightning_hybrid.parallel.gradient_squares import GradientSquares, square_of
+from lightning_hybrid.parallel.gradient_squares import GradientSquares, norm_of, square_of
 from lightning_hybrid.parallel.pipeline.microbatch import batch_size, check_visible
 
 SAME = 1e-3  # relative difference of squares that replicas may have by rounding, in 16 bits too
@@ -62,10 +62,9 @@ class BackwardPasses:
         Raises:
             RuntimeError: If replicas have different gradients.
         """
-        device = self._trainer.strategy.root_device
-        squares = [square_of(p.grad).to(device) for p in self._parameters() if p.grad is not None]
-        square = float(sum(squares)) / loss_scale(self._trainer) ** 2
-        mine = torch.tensor([*window, square], dtype=torch.float64, device=device)
+        norms = [norm_of(p.grad) for p in self._parameters() if p.grad is not None]
+        square = float(square_of(norms)) / loss_scale(self._trainer) ** 2
+        mine = torch.tensor([*window, square], dtype=torch.float64, device=self._trainer.strategy.root_device)
         *sums, total = self._trainer.strategy.reduce(mine, reduce_op="sum").tolist()
         mean = total / self._trainer.world_size
         if abs(mean - square) > SAME * mean:

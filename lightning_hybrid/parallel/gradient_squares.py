@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,11 +10,17 @@ import torch
 from torch import Tensor
 
 
-def square_of(gradient: Tensor) -> Tensor:
-    """Squared 2-norm of a gradient, dense or sparse: a float64 scalar."""
+def norm_of(gradient: Tensor) -> Tensor:
+    """2-norm of a gradient, dense or sparse: a scalar of at least float32."""
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    norm = torch.linalg.vector_norm(values.detach(), dtype=torch.promote_types(values.dtype, torch.float32))
-    return norm.double() ** 2
+    return torch.linalg.vector_norm(values.detach(), dtype=torch.promote_types(values.dtype, torch.float32))
+
+
+def square_of(norms: Sequence[Tensor]) -> Tensor | float:
+    """Square of the norm of all, from the norm of each: a float64 scalar, where the first is; 0 without any."""
+    if not norms:
+        return 0.0
+    return torch.stack([norm.to(norms[0].device) for norm in norms]).double().square().sum()
 
 
 class GradientSquares:
@@ -44,12 +50,12 @@ class GradientSquares:
         Args:
             seen: Names of parameters that may have no gradient any more; those that get one are added.
         """
-        self._pass.squares, self._pass.seen = [], seen
+        self._pass.norms, self._pass.seen = [], seen
 
     def end(self) -> Tensor | float:
         """Squared norm of all that the pass has given: a float64 scalar, or 0 if that is nothing."""
-        squares, self._pass.squares = self._pass.squares, None
-        return torch.stack([square.to(squares[0].device) for square in squares]).sum() if squares else 0.0
+        norms, self._pass.norms = self._pass.norms or [], None
+        return square_of(norms)
 
     def remove(self) -> None:
         """Let backward passes alone."""
@@ -61,12 +67,12 @@ class GradientSquares:
 class _Pass:
     """What hooks know; no model, as Python's garbage collector does not look into hooks on tensors."""
 
-    squares: list[Tensor] | None = None
+    norms: list[Tensor] | None = None
     seen: set[str]
 
 
 def _add(of_pass: _Pass, name: str, gradient: Tensor) -> None:
-    if of_pass.squares is None:
+    if of_pass.norms is None:
         return
     if name in of_pass.seen:
         raise RuntimeError(
@@ -75,4 +81,4 @@ def _add(of_pass: _Pass, name: str, gradient: Tensor) -> None:
             "use_reentrant=False, give num_chunks=1, or leave out what measures the gradient noise scale."
         )
     of_pass.seen.add(name)
-    of_pass.squares.append(square_of(gradient))
+    of_pass.norms.append(norm_of(gradient))
