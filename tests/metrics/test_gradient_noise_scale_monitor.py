@@ -17,6 +17,7 @@ from lightning_hybrid.metrics import GradientNoiseScale, GradientNoiseScaleMonit
 from lightning_hybrid.precision import FP16MasterWeights
 from tests.launch import run_trainers
 from tests.small import Small, fit, hybrid, loader, samples, trainer_of
+from tests.test_expert_parity import Mixtures
 from tests.test_windows import Windowed
 
 
@@ -330,7 +331,8 @@ class Sharded(Net):
 def refusals():
     """On a rank: what each fit says, before its first step."""
     found = []
-    fits = (Tied, hybrid()), (Net, hybrid(microbatches=1)), (Sharded, ModelParallelStrategy())
+    fits = [(Tied, hybrid()), (Net, hybrid(microbatches=1)), (Sharded, ModelParallelStrategy())]
+    fits.append((Mixtures, hybrid(pipeline=1, expert_parallel_size=2)))
     for module, strategy in fits:
         trainer = trainer_of(strategy, callbacks=[monitor()])
         try:
@@ -345,4 +347,5 @@ def test_tied_stages_and_strategies_that_hide_gradients_are_refused():
     for found in run_trainers(2, refusals):
         assert "Several stages use inlet.weight" in found[0]
         assert "A step has one gradient only" in found[1]
+        assert "expert_parallel_size=2: an expert's gradient is of tokens of several replicas" in found[3]
         assert "ModelParallelStrategy shows gradients only when they are summed" in found[2]
