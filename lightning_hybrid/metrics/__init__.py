@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics that guide large-batch training."""
+"""Measures of a training: torchmetrics objects, usable with `self.log`."""
 
 from lightning_hybrid.metrics.gradient_noise_scale import GradientNoiseScale
 from lightning_hybrid.metrics.gradient_noise_scale_monitor import GradientNoiseScaleMonitor
@@ -8,10 +8,11 @@ from lightning_hybrid.metrics.sharpness import Sharpness
 from lightning_hybrid.metrics.throughput import ModelFlopsUtilization, Throughput
 
 __all__ = [
+    "GradientNoiseScale",
+    "GradientNoiseScaleMonitor",
     "HessianTopEigenvalue",
     "ModelFlopsUtilization",
     "PipelineBubble",
     "Sharpness",
     "Throughput",
 ]
-__all__ = ["GradientNoiseScale", "GradientNoiseScaleMonitor", "HessianTopEigenvalue", "Sharpness"]

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.parallel.checkpoint.parts import Part, part_of
 from lightning_hybrid.functional.noise_scale import GradientSums
+from lightning_hybrid.parallel.checkpoint.parts import Part, part_of
 from lightning_hybrid.parallel.pipeline.executor import Event
 from lightning_hybrid.parallel.small_gradients import SmallGradients
 from lightning_hybrid.parallel.zero.measuring import own_passes
@@ -37,8 +37,6 @@ class MeasuredStrategy(StatefulStrategy):
     def awaits_optimizer_states(self) -> bool:
         """Whether states of optimizers that a checkpoint has are still to be loaded, with the first batch."""
         return self.assembly.awaits_states
-
-    """Norms and squares of gradients, times of actions, and whole parameters for measures of the loss."""
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
         """2-norm of the gradients of the whole model; all ranks must call it, as in `on_before_optimizer_step`.
