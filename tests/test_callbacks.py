@@ -73,6 +73,8 @@ REMARKS = {
     "ModelCheckpoint": "one file or folder of the whole model; all ranks decide alike",
     "ModelSummary": "of the whole model, before it is cut",
     "RichModelSummary": "of the whole model, before it is cut",
+    "ThroughputMonitor": "counts a sample once for each rank of a pipeline or tensor axis; "
+    "[`UtilizationMonitor`](metrics/utilization.md) once",
 }
 
 

@@ -22,80 +22,6 @@ def save(figure: Figure, name: str) -> None:
     figure.savefig(PICTURES / f"{name}.png", dpi=120)
 
 
-def trained_digits(batch_size: int, rate: float) -> tuple[Any, Any]:
-    """The network of `examples/digits.py` after 30 epochs of momentum SGD, and its loss on what it was trained on."""
-    sys.path.append(str(PICTURES.parents[1]))  # for the examples
-    import torch
-    import torch.nn.functional as F
-
-    from examples.digits import DigitsNet, Shuffled, parts
-
-    torch.manual_seed(0)
-    net, train = DigitsNet(batch_size=batch_size), parts()["train"]
-    order = torch.tensor(list(Shuffled(len(train), 30, seed=0)))
-    optimizer = torch.optim.SGD(net.parameters(), rate, momentum=0.9)
-    for chosen in order.split(batch_size):
-        optimizer.zero_grad()
-        F.cross_entropy(net(train.images[chosen]), train.classes[chosen]).backward()
-        optimizer.step()
-    return net.eval(), lambda: F.cross_entropy(net(train.images), train.classes)
-
-
-DIGITS = {"batches of 32": (32, 0.02), "batches of 1,280": (1280, 0.2)}
-
-
-def draw_sharpness() -> None:
-    """The loss of two minima on the way to the worst corner of the box, and away from it."""
-    import torch
-
-    from lightning_hybrid.functional.ascent import ascend, box_of, sharpness
-    from lightning_hybrid.parallel.loss_surface import LossSurface, Term
-
-    figure, axes = plain()
-    along = torch.linspace(-1, 1, 41).tolist()
-    for (label, settings), color in zip(DIGITS.items(), ("tab:blue", "tab:red"), strict=True):
-        net, loss = trained_digits(*settings)
-        surface = LossSurface(net, [Term(loss, (), 1.0)], None)
-        with surface.open():
-            found = ascend(surface.loss, surface.gradient, box_of(surface.parameters, 1e-3), steps=10)
-            losses = [surface.loss([t * part for part in found.offset]) for t in along]
-        value = sharpness(found.losses[0], found.losses[-1])
-        axes.plot(along, losses, color=color, label=f"{label}: sharpness {value:.3g}")
-    axes.set(xlabel="part of the way to the highest point that was found in the box", ylabel="loss in training")
-    axes.legend()
-    save(figure, "sharpness")
-
-
-def draw_hessian_top_eigenvalue() -> None:
-    """Rayleigh quotients of power iteration at two minima."""
-    from functools import partial
-
-    from lightning_hybrid.functional.power_iteration import largest_eigenvalue
-    from lightning_hybrid.metrics import HessianTopEigenvalue
-    from lightning_hybrid.parallel.loss_surface import LossSurface, Term
-
-    figure, axes = plain()
-    for (label, settings), color in zip(DIGITS.items(), ("tab:blue", "tab:red"), strict=True):
-        net, loss = trained_digits(*settings)
-        surface, quotients = LossSurface(net, [Term(loss, (), 1.0)], None), list[float]()
-
-        def product(vector: list[Any], surface: Any = surface, quotients: list[float] = quotients) -> list[Any]:
-            image = surface.product(vector)
-            quotients.append(float(sum((a * b).sum() for a, b in zip(vector, image, strict=True))))
-            return list(image)
-
-        start = partial(HessianTopEigenvalue().start, surface.parameters)
-        with surface.open():
-            found = largest_eigenvalue(product, start, iterations=60, tolerance=1e-4)
-        bound = f"$\\pm$ {found.residual:.1g}"
-        axes.plot(
-            range(1, len(quotients) + 1), quotients, ".-", color=color, label=f"{label}: {found.value:.4g} {bound}"
-        )
-    axes.set(xlabel="Hessian-vector products", ylabel="Rayleigh quotient", yscale="symlog")
-    axes.legend()
-    save(figure, "hessian_top_eigenvalue")
-
-
 def run_rates(optimizer: Any, rates: Any, **options: Any) -> list[list[float]]:
     """Rate and step of an optimizer of one weight, whose gradient is always 1, in each of 24 steps."""
     from lightning_hybrid.callbacks.rate_factors import RateFactors
@@ -179,6 +105,80 @@ def draw_learning_rate_warmup() -> None:
         axis.set(xlabel="step", ylim=(0, 1.05))
     axes[0].set_ylabel("learning rate")
     save(figure, "learning_rate_warmup")
+
+
+def trained_digits(batch_size: int, rate: float) -> tuple[Any, Any]:
+    """The network of `examples/digits.py` after 30 epochs of momentum SGD, and its loss on what it was trained on."""
+    sys.path.append(str(PICTURES.parents[1]))  # for the examples
+    import torch
+    import torch.nn.functional as F
+
+    from examples.digits import DigitsNet, Shuffled, parts
+
+    torch.manual_seed(0)
+    net, train = DigitsNet(batch_size=batch_size), parts()["train"]
+    order = torch.tensor(list(Shuffled(len(train), 30, seed=0)))
+    optimizer = torch.optim.SGD(net.parameters(), rate, momentum=0.9)
+    for chosen in order.split(batch_size):
+        optimizer.zero_grad()
+        F.cross_entropy(net(train.images[chosen]), train.classes[chosen]).backward()
+        optimizer.step()
+    return net.eval(), lambda: F.cross_entropy(net(train.images), train.classes)
+
+
+DIGITS = {"batches of 32": (32, 0.02), "batches of 1,280": (1280, 0.2)}
+
+
+def draw_sharpness() -> None:
+    """The loss of two minima on the way to the worst corner of the box, and away from it."""
+    import torch
+
+    from lightning_hybrid.functional.ascent import ascend, box_of, sharpness
+    from lightning_hybrid.parallel.loss_surface import LossSurface, Term
+
+    figure, axes = plain()
+    along = torch.linspace(-1, 1, 41).tolist()
+    for (label, settings), color in zip(DIGITS.items(), ("tab:blue", "tab:red"), strict=True):
+        net, loss = trained_digits(*settings)
+        surface = LossSurface(net, [Term(loss, (), 1.0)], None)
+        with surface.open():
+            found = ascend(surface.loss, surface.gradient, box_of(surface.parameters, 1e-3), steps=10)
+            losses = [surface.loss([t * part for part in found.offset]) for t in along]
+        value = sharpness(found.losses[0], found.losses[-1])
+        axes.plot(along, losses, color=color, label=f"{label}: sharpness {value:.3g}")
+    axes.set(xlabel="part of the way to the highest point that was found in the box", ylabel="loss in training")
+    axes.legend()
+    save(figure, "sharpness")
+
+
+def draw_hessian_top_eigenvalue() -> None:
+    """Rayleigh quotients of power iteration at two minima."""
+    from functools import partial
+
+    from lightning_hybrid.functional.power_iteration import largest_eigenvalue
+    from lightning_hybrid.metrics import HessianTopEigenvalue
+    from lightning_hybrid.parallel.loss_surface import LossSurface, Term
+
+    figure, axes = plain()
+    for (label, settings), color in zip(DIGITS.items(), ("tab:blue", "tab:red"), strict=True):
+        net, loss = trained_digits(*settings)
+        surface, quotients = LossSurface(net, [Term(loss, (), 1.0)], None), list[float]()
+
+        def product(vector: list[Any], surface: Any = surface, quotients: list[float] = quotients) -> list[Any]:
+            image = surface.product(vector)
+            quotients.append(float(sum((a * b).sum() for a, b in zip(vector, image, strict=True))))
+            return list(image)
+
+        start = partial(HessianTopEigenvalue().start, surface.parameters)
+        with surface.open():
+            found = largest_eigenvalue(product, start, iterations=60, tolerance=1e-4)
+        bound = f"$\\pm$ {found.residual:.1g}"
+        axes.plot(
+            range(1, len(quotients) + 1), quotients, ".-", color=color, label=f"{label}: {found.value:.4g} {bound}"
+        )
+    axes.set(xlabel="Hessian-vector products", ylabel="Rayleigh quotient", yscale="symlog")
+    axes.legend()
+    save(figure, "hessian_top_eigenvalue")
 
 
 def draw_gradient_noise() -> None:
@@ -303,34 +303,6 @@ def wide_net() -> Any:
 
     torch.set_num_threads(1)
 
-
-def noise_scale_of_all(layers: Any, images: Any, classes: Any) -> float:
-    """tr(Sigma) over the squared norm of the mean gradient, from the gradient of each image."""
-    import torch
-    import torch.nn.functional as F
-    from torch.func import functional_call, grad, vmap
-
-    def loss(weights: Any, image: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(functional_call(layers, weights, image[None]), label[None])
-
-    weights = {name: parameter.detach() for name, parameter in layers.named_parameters()}
-    each = vmap(grad(loss), (None, 0, 0))(weights, images, classes)
-    gradients = torch.cat([gradient.flatten(1) for gradient in each.values()], 1)
-    return float(gradients.var(0).sum() / gradients.mean(0).square().sum())
-
-
-def noise_scales_of_digits(decay: float, every: int) -> tuple[list[float], dict[int, float]]:
-    """The scale at each step of a small network that learns scikit-learn's digits, and that of all data at some."""
-    import torch
-    import torch.nn.functional as F
-    from lightning.pytorch import LightningModule, Trainer
-    from torch.utils.data import DataLoader, default_convert
-
-    from examples.digits import Shuffled, parts
-    from lightning_hybrid.metrics import GradientNoiseScale, GradientNoiseScaleMonitor
-
-    measured, exact, train = list[float](), dict[int, float](), parts()["train"]
-
     class Net(LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -402,6 +374,37 @@ def draw_batch_time_profile() -> None:
     Trainer(accelerator="cpu", callbacks=[profile], max_steps=1, **quiet).fit(net, DataLoader(data, 256))
 
 
+def noise_scale_of_all(layers: Any, images: Any, classes: Any) -> float:
+    """tr(Sigma) over the squared norm of the mean gradient, from the gradient of each image."""
+    import torch
+    import torch.nn.functional as F
+    from torch.func import functional_call, grad, vmap
+
+    def loss(weights: Any, image: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(functional_call(layers, weights, image[None]), label[None])
+
+    weights = {name: parameter.detach() for name, parameter in layers.named_parameters()}
+    each = vmap(grad(loss), (None, 0, 0))(weights, images, classes)
+    gradients = torch.cat([gradient.flatten(1) for gradient in each.values()], 1)
+    return float(gradients.var(0).sum() / gradients.mean(0).square().sum())
+
+
+def noise_scales_of_digits(decay: float, every: int) -> tuple[list[float], dict[int, float]]:
+    """The scale at each step of a small network that learns scikit-learn's digits, and that of all data at some."""
+    import torch
+    import torch.nn.functional as F
+    from lightning.pytorch import LightningModule, Trainer
+    from torch.utils.data import DataLoader, default_convert
+
+    from examples.digits import Shuffled, parts
+    from lightning_hybrid.callbacks import GradientNoiseScaleMonitor
+    from lightning_hybrid.metrics import GradientNoiseScale
+
+    measured, exact, train = list[float](), dict[int, float](), parts()["train"]
+
+    class Net(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
             layers = torch.nn.Flatten(), torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 10)
             self.layers = torch.nn.Sequential(*layers)
 

@@ -7,6 +7,7 @@ from lightning_hybrid.callbacks.batch_time_profile import BatchTimeProfile
 from lightning_hybrid.callbacks.communication_ledger import CommunicationLedger
 from lightning_hybrid.callbacks.expert_monitor import ExpertMonitor
 from lightning_hybrid.callbacks.gradient_noise import GradientNoise
+from lightning_hybrid.callbacks.gradient_noise_scale_monitor import GradientNoiseScaleMonitor
 from lightning_hybrid.callbacks.learning_rate_scaling import LearningRateScaling
 from lightning_hybrid.callbacks.learning_rate_warmup import LearningRateWarmup
 from lightning_hybrid.callbacks.memory_ledger import MemoryLedger
@@ -23,6 +24,7 @@ __all__ = [
     "CommunicationLedger",
     "ExpertMonitor",
     "GradientNoise",
+    "GradientNoiseScaleMonitor",
     "LearningRateScaling",
     "LearningRateWarmup",
     "MemoryLedger",

@@ -1,7 +1,6 @@
 """Measures of a training: torchmetrics objects, usable with `self.log`."""
 
 from lightning_hybrid.metrics.gradient_noise_scale import GradientNoiseScale
-from lightning_hybrid.metrics.gradient_noise_scale_monitor import GradientNoiseScaleMonitor
 from lightning_hybrid.metrics.hessian import HessianTopEigenvalue
 from lightning_hybrid.metrics.pipeline_bubble import PipelineBubble
 from lightning_hybrid.metrics.sharpness import Sharpness
@@ -9,7 +8,6 @@ from lightning_hybrid.metrics.throughput import ModelFlopsUtilization, Throughpu
 
 __all__ = [
     "GradientNoiseScale",
-    "GradientNoiseScaleMonitor",
     "HessianTopEigenvalue",
     "ModelFlopsUtilization",
     "PipelineBubble",

@@ -7,7 +7,8 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 from lightning_hybrid import HybridPTDPStrategy
-from lightning_hybrid.metrics import GradientNoiseScale, GradientNoiseScaleMonitor
+from lightning_hybrid.callbacks import GradientNoiseScaleMonitor
+from lightning_hybrid.metrics import GradientNoiseScale
 from tests.launch import run_trainers
 from tests.small import fit
 

@@ -10,11 +10,11 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_hybrid.callbacks.backward_passes import BackwardPasses
+from lightning_hybrid.callbacks.micro_batches import MicroBatches, WatchesGradients
 from lightning_hybrid.compat import is_accumulating
 from lightning_hybrid.functional.noise_scale import GradientSums, noise_scale
-from lightning_hybrid.metrics.backward_passes import BackwardPasses
 from lightning_hybrid.metrics.gradient_noise_scale import GradientNoiseScale
-from lightning_hybrid.metrics.micro_batches import MicroBatches, WatchesGradients
 
 
 class GradientNoiseScaleMonitor(Callback):

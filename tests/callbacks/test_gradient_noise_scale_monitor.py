@@ -12,8 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid import HybridPTDPStrategy
+from lightning_hybrid.callbacks import GradientNoiseScaleMonitor
 from lightning_hybrid.functional.noise_scale import GradientSums, estimate
-from lightning_hybrid.metrics import GradientNoiseScale, GradientNoiseScaleMonitor
+from lightning_hybrid.metrics import GradientNoiseScale
 from lightning_hybrid.precision import FP16MasterWeights
 from tests.launch import run_trainers
 from tests.small import Small, fit, hybrid, loader, samples, trainer_of

@@ -8,8 +8,8 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.callbacks.backward_passes import loss_scale
 from lightning_hybrid.functional.noise_scale import GradientSums
-from lightning_hybrid.metrics.backward_passes import loss_scale
 from lightning_hybrid.parallel.small_gradients import SmallGradients
 
 
