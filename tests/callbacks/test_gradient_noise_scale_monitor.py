@@ -6,10 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid import HybridPTDPStrategy
 from lightning_hybrid.callbacks import GradientNoiseScaleMonitor
@@ -18,7 +15,6 @@ from lightning_hybrid.metrics import GradientNoiseScale
 from lightning_hybrid.precision import FP16MasterWeights
 from tests.launch import run_trainers
 from tests.small import Small, fit, hybrid, loader, samples, trainer_of
-from tests.test_expert_parity import Mixtures
 from tests.test_windows import Windowed
 
 
@@ -231,7 +227,7 @@ def masters_moments():
 
 def test_loss_scales_are_divided_out_and_overflows_do_not_count():
     exact = run(Net(), loader(16, 4), accumulate_grad_batches=2).metric.moments
-    assert scaled(2.0**8).moments == pytest.approx(exact, rel=0.02)  # float16 has 11 bits
+    assert scaled(2.0**8).moments == pytest.approx(tuple(exact), rel=0.02)  # float16 has 11 bits
     assert scaled(2.0**8).moments == pytest.approx(scaled(1.0).moments, rel=1e-3)
     assert scaled(2.0**31).steps == 0
     (one, large), steps = run_trainers(2, masters_moments)[0]
@@ -261,7 +257,7 @@ def logged():
 def test_modules_log_their_own_metric_and_the_monitor_logs_each_step():
     expected = run(Net(), loader(16, 2), accumulate_grad_batches=2).metric.moments
     for values, kept in run_trainers(2, logged):
-        assert kept == pytest.approx(expected, rel=1e-9)
+        assert kept == pytest.approx(tuple(expected), rel=1e-9)
         scale = pytest.approx(kept.noise / kept.signal, rel=1e-6)
         assert values == {"epoch_scale": scale, "step_scale": scale}
 
@@ -275,78 +271,3 @@ def test_metric_says_when_nothing_is_known():
     assert math.isinf(metric.compute())
     metric.update(parts, 4.0)
     assert metric.compute() == metric.moments.noise / metric.moments.signal
-
-
-@pytest.mark.parametrize("decay", [-0.1, 1.1, math.nan, True, "0.9"])
-def test_decays_out_of_range_are_refused(decay):
-    with pytest.raises(ValueError, match="must be a number from 0 to 1"):
-        GradientNoiseScale(decay)
-
-
-class ByHand(Net):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-
-class Reentrant(Net):
-    def loss(self, batch):
-        x, y = batch
-        x.requires_grad_(True)
-        for _ in range(2):
-            x = checkpoint(self.blocks[0], x, use_reentrant=True)
-        return (x.sum(1, keepdim=True) - y).square().mean()
-
-
-@pytest.mark.parametrize(
-    ("module", "options", "error", "message"),
-    [
-        (Net, {}, ValueError, "accumulate_grad_batches=1: each step has one gradient"),
-        (ByHand, {}, ValueError, "automatic_optimization=False"),
-        (Reentrant, {"accumulate_grad_batches": 2}, RuntimeError, "gradient in several parts.*use_reentrant=False"),
-    ],
-)
-def test_trainings_that_show_no_small_gradients_are_refused(module, options, error, message):
-    with pytest.raises(error, match=message):
-        run(module(), loader(8, 4), **options)
-
-
-class Tied(Net):
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(6, 6, bias=False).double()
-        self.head.weight = self.inlet.weight
-
-    def forward(self, x):
-        x = self.inlet(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.outlet(self.head(x))
-
-
-class Sharded(Net):
-    def configure_model(self):
-        fully_shard(self.inlet, mesh=self.device_mesh["data_parallel"])
-
-
-def refusals():
-    """On a rank: what each fit says, before its first step."""
-    found = []
-    fits = [(Tied, hybrid()), (Net, hybrid(microbatches=1)), (Sharded, ModelParallelStrategy())]
-    fits.append((Mixtures, hybrid(pipeline=1, expert_parallel_size=2)))
-    for module, strategy in fits:
-        trainer = trainer_of(strategy, callbacks=[monitor()])
-        try:
-            trainer.fit(module(), loader(8, 4))
-        except (ValueError, RuntimeError) as refused:
-            found.append(str(refused))
-        assert trainer.global_step == 0
-    return found
-
-
-def test_tied_stages_and_strategies_that_hide_gradients_are_refused():
-    for found in run_trainers(2, refusals):
-        assert "Several stages use inlet.weight" in found[0]
-        assert "A step has one gradient only" in found[1]
-        assert "expert_parallel_size=2: an expert's gradient is of tokens of several replicas" in found[3]
-        assert "ModelParallelStrategy shows gradients only when they are summed" in found[2]

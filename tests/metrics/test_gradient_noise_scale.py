@@ -108,4 +108,4 @@ def test_known_noise_is_measured_alike_in_every_layout():
     for ranks in (run_trainers(2, measured_by_layout, two), run_trainers(4, measured_by_layout, four)):
         assert all(found == ranks[0] for found in ranks)
         for layout, found in ranks[0].items():
-            assert found == pytest.approx(reference, rel=1e-9), layout
+            assert found == pytest.approx(tuple(reference), rel=1e-9), layout

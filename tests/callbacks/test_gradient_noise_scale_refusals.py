@@ -1,0 +1,96 @@
+"""What cannot be measured is refused by name, before a step is taken."""
+
+import math
+
+import pytest
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from lightning_hybrid.callbacks import GradientNoiseScaleMonitor
+from lightning_hybrid.metrics import GradientNoiseScale
+from tests.callbacks.test_gradient_noise_scale_monitor import Net, monitor, run
+from tests.launch import run_trainers
+from tests.small import hybrid, loader, trainer_of
+from tests.test_expert_parity import Mixtures
+
+
+def test_other_metrics_are_refused():
+    with pytest.raises(TypeError, match="is no GradientNoiseScale"):
+        GradientNoiseScaleMonitor(0.99)
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.1, math.nan, True, "0.9"])
+def test_decays_out_of_range_are_refused(decay):
+    with pytest.raises(ValueError, match="must be a number from 0 to 1"):
+        GradientNoiseScale(decay)
+
+
+class ByHand(Net):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Reentrant(Net):
+    def loss(self, batch):
+        x, y = batch
+        x.requires_grad_(True)
+        for _ in range(2):
+            x = checkpoint(self.blocks[0], x, use_reentrant=True)
+        return (x.sum(1, keepdim=True) - y).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "error", "message"),
+    [
+        (Net, {}, ValueError, "accumulate_grad_batches=1: each step has one gradient"),
+        (ByHand, {}, ValueError, "automatic_optimization=False"),
+        (Reentrant, {"accumulate_grad_batches": 2}, RuntimeError, "gradient in several parts.*use_reentrant=False"),
+    ],
+)
+def test_trainings_that_show_no_small_gradients_are_refused(module, options, error, message):
+    with pytest.raises(error, match=message):
+        run(module(), loader(8, 4), **options)
+
+
+class Tied(Net):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 6, bias=False).double()
+        self.head.weight = self.inlet.weight
+
+    def forward(self, x):
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.outlet(self.head(x))
+
+
+class Sharded(Net):
+    def configure_model(self):
+        fully_shard(self.inlet, mesh=self.device_mesh["data_parallel"])
+
+
+def refusals():
+    """On a rank: what each fit says, before its first step."""
+    found = []
+    fits = [(Tied, hybrid()), (Net, hybrid(microbatches=1)), (Sharded, ModelParallelStrategy())]
+    fits.append((Mixtures, hybrid(pipeline=1, expert_parallel_size=2)))
+    for module, strategy in fits:
+        trainer = trainer_of(strategy, callbacks=[monitor()])
+        try:
+            trainer.fit(module(), loader(8, 4))
+        except (ValueError, RuntimeError) as refused:
+            found.append(str(refused))
+        assert trainer.global_step == 0
+    return found
+
+
+def test_tied_stages_and_strategies_that_hide_gradients_are_refused():
+    for found in run_trainers(2, refusals):
+        assert "Several stages use inlet.weight" in found[0]
+        assert "A step has one gradient only" in found[1]
+        assert "expert_parallel_size=2: an expert's gradient is of tokens of several replicas" in found[3]
+        assert "ModelParallelStrategy shows gradients only when they are summed" in found[2]
