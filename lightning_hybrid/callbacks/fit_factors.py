@@ -26,9 +26,14 @@ class FitFactors:
     def __init__(self) -> None:
         self.optimizers: list[Optimizer] = []
         self._states: Sequence[Mapping[str, Any]] | None = None
+        self._is_attached = False
 
     def __iter__(self) -> Iterator[RateFactors]:
         return iter([RateFactors.of(optimizer) for optimizer in self.optimizers])
+
+    def reset(self) -> None:
+        """Forget states of a fit that has ended; call it in `setup`, before a checkpoint is restored."""
+        self._states, self._is_attached = None, False
 
     def attach(self, trainer: Trainer, name: str) -> bool:
         """Find the optimizers, and refuse those whose rates cannot be changed.
@@ -53,7 +58,7 @@ class FitFactors:
             )
         for optimizer in optimizers:
             RateFactors.of(optimizer)
-        before, self.optimizers = self.optimizers, optimizers
+        before, self.optimizers, self._is_attached = self.optimizers, optimizers, True
         return self._states is None and list(map(id, before)) != list(map(id, optimizers))
 
     def index(self, optimizer: Optimizer) -> int:
@@ -61,12 +66,14 @@ class FitFactors:
         return next(index for index, each in enumerate(self.optimizers) if each is optimizer)
 
     def state(self) -> Sequence[Mapping[str, Any]]:
-        """Of each optimizer, for a checkpoint."""
-        return [factors.state_dict() for factors in self] if self._states is None else self._states
+        """Of each optimizer, for a checkpoint; none before the fit has found them, as a LearningRateFinder saves."""
+        if self._states is None and self._is_attached:
+            return [factors.state_dict() for factors in self]
+        return self._states or []
 
     def keep(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take a checkpoint's, for `resume`."""
-        self._states = states
+        """Take a checkpoint's, for `resume`; one from before a fit has none."""
+        self._states = states or None
 
     def resume(self) -> None:
         """Go on from the checkpoint, if there is one; call it in `on_train_start`, when all has been loaded.
@@ -75,7 +82,7 @@ class FitFactors:
             ValueError: If it is of other optimizers.
         """
         states, self._states = self._states, None
-        if not states:  # those of a checkpoint from before the fit, by a LearningRateFinder
+        if states is None:
             return
         if len(states) != len(self.optimizers):
             raise ValueError(
@@ -114,3 +121,9 @@ def saved_state(checkpoint: Mapping[str, Any], own: str) -> Mapping[str, Any] | 
     kind = own.partition("{")[0]
     ranked = [own, *(key for key in states if str(key).partition("{")[0] == kind)]
     return next((states[key] for key in ranked if key in states), None)
+
+
+def states_of_any(checkpoint: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """What a checkpoint has of the optimizers' rate factors, whichever callback has saved it; none if no one has."""
+    states: Mapping[str, Any] = checkpoint["callbacks"]
+    return next((state[STATES] for state in states.values() if isinstance(state, Mapping) and STATES in state), [])

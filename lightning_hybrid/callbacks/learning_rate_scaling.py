@@ -62,7 +62,7 @@ class LearningRateScaling(Callback):
         log: bool = True,
     ) -> None:
         check_whole("reference_batch_size", reference_batch_size, 1)
-        if not callable(rule) and rule not in RULES:
+        if not callable(rule) and rule not in tuple(RULES):
             raise ValueError(f"rule={rule!r} must be 'linear', 'sqrt' or a function of the ratio of batch sizes.")
         if unit not in ("samples", "tokens"):
             raise ValueError(f"unit={unit!r} must be 'samples' or 'tokens'.")
@@ -96,6 +96,7 @@ class LearningRateScaling(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
+            self._factors.reset()
             self._measured, self._samples, self._batch, self._is_set = None, None, 0.0, False
 
     @override

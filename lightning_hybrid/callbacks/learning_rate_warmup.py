@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hybrid.callbacks.arguments import check_flag, check_whole
-from lightning_hybrid.callbacks.fit_factors import STATES, FitFactors, saved_state
+from lightning_hybrid.callbacks.fit_factors import STATES, FitFactors, saved_state, states_of_any
 from lightning_hybrid.callbacks.global_batch import count_samples, over_replicas
 from lightning_hybrid.callbacks.rate_factors import RateFactors
 from lightning_hybrid.functional.rates import steps_of_epochs, warmup_progress, warmup_value
@@ -71,13 +71,21 @@ class LearningRateWarmup(Callback):
         self.steps, self.epochs, self.samples = steps, epochs, samples
         self.start_factor, self.momentum, self.log = start_factor, momentum, log
         self._factors = FitFactors()
-        self._counts: list[_Samples] = []
+        self._counts: list[_Counts] = []
+        self._saved: list[dict[str, Any]] | None = None
 
     @property
     @override
     def state_key(self) -> str:
-        length = next(n for n in (self.steps, self.epochs, self.samples) if n is not None)
+        lengths = (("steps", self.steps), ("epochs", self.epochs), ("samples", self.samples))
+        length = next(f"{length} {unit}" for unit, length in lengths if length is not None)
         return f"LearningRateWarmup{{{length}, {self.start_factor}, {self.momentum}}}"
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._factors.reset()
+            self._saved = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -96,7 +104,9 @@ class LearningRateWarmup(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._factors.resume()
         total = self.samples if self.samples is not None else self._num_steps(trainer)
-        self._counts = self._counts or [_Samples(factors.steps) for factors in self._factors]
+        if self._saved is not None:
+            self._counts, self._saved = [_Counts(**count) for count in self._saved], None
+        self._counts = self._counts or [_Counts(factors.steps, factors.steps) for factors in self._factors]
         for factors, count in zip(self._factors, self._counts, strict=True):
             self._set(factors, total, count)
 
@@ -105,7 +115,7 @@ class LearningRateWarmup(Callback):
         if self.samples is not None and any(count.applied < self.samples for count in self._counts):
             (number,) = over_replicas(trainer, count_samples(batch))
             for count in self._counts:
-                count.window += number
+                count.begin(number)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -128,24 +138,25 @@ class LearningRateWarmup(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {STATES: self._factors.state(), "samples": [asdict(count) for count in self._counts]}
+        states = self._factors.state()
+        counts = [asdict(count) for count in self._counts if states] if self._saved is None else self._saved
+        return {STATES: states, "samples": counts}
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         state = saved_state(checkpoint, self.state_key)
-        if state is not None:
-            self.load_state_dict(dict(state))
+        self.load_state_dict(dict(state or {STATES: states_of_any(checkpoint), "samples": []}))
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._factors.keep(state_dict[STATES])
-        self._counts = [_Samples(**count) for count in state_dict["samples"]]
+        self._saved = state_dict["samples"]
 
-    def _set(self, factors: RateFactors, total: int, count: _Samples) -> None:
+    def _set(self, factors: RateFactors, total: int, count: _Counts) -> None:
         """Give an optimizer's rates their factor, by its steps or its samples."""
 
         def progress(step: int) -> float:
-            return warmup_progress(step if self.samples is None else count.applied, total)
+            return warmup_progress(step - count.first if self.samples is None else count.applied, total)
 
         def momentum(step: int, own: float) -> float:
             assert self.momentum is not None
@@ -181,29 +192,41 @@ class LearningRateWarmup(Callback):
 
 
 @dataclass
-class _Samples:
-    """Samples that one optimizer has had, over all replicas.
+class _Counts:
+    """Where the warm-up of one optimizer is.
 
     Attributes:
-        steps: Of the optimizer, when they were counted.
-        applied: Samples of applied steps.
-        attempted: Those of a step that is under way.
-        window: Those since then.
+        first: Applied steps of the optimizer when the warm-up began.
+        steps: Those when samples were counted.
+        applied: Samples of applied steps since the warm-up began, over all replicas.
+        window: Samples of batches since the last step.
+        batch: Those of the batch under way, which a run that fails in it has again when it goes on.
+        is_attempted: Whether a step has begun in that batch.
     """
 
+    first: int
     steps: int
     applied: int = 0
-    attempted: int = 0
     window: int = 0
+    batch: int = 0
+    is_attempted: bool = False
+
+    def begin(self, number: int) -> None:
+        """A batch of so many samples begins."""
+        self.batch, self.is_attempted = number, False
 
     def attempt(self) -> None:
-        """A step has begun with all samples since the last."""
-        self.attempted, self.window = self.attempted + self.window, 0
+        """A step begins."""
+        self.is_attempted = True
 
     def settle(self, steps: int) -> None:
-        """Count the samples of a step if it has been applied, and drop those of one that was skipped."""
-        self.applied += self.attempted if steps > self.steps else 0
-        self.steps, self.attempted = steps, 0
+        """A batch has ended: count the samples of a step that has been applied, and drop those of one that has not."""
+        self.window, self.batch = self.window + self.batch, 0
+        if steps > self.steps:  # be it with Lightning's hooks, or in a module's own hands
+            self.applied += self.window
+        if steps > self.steps or self.is_attempted:
+            self.window = 0
+        self.steps = steps
 
 
 def _check_momentum(optimizer: Optimizer) -> None:

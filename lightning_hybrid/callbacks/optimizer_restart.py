@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from math import isfinite
 from typing import Any
@@ -66,13 +66,13 @@ class OptimizerRestart(Callback):
             raise ValueError(f"{' and '.join(given)} are given. Keep one of them; none is the ends of cosine's cycles.")
         if every is not None:
             check_whole("every", every, 1, " of steps")
-        if at is not None and (isinstance(at, str | int) or not at):
+        if at is not None and (isinstance(at, str) or not isinstance(at, Collection) or not at):
             raise ValueError(f"at={at!r} must be a list of numbers of steps, such as [1000, 3000].")
         for step in at or ():
             check_whole("each number in at", step, 1, " of steps")
         if when is not None and not callable(when):
             raise ValueError(f"when={when!r} must be a function of the Trainer and the LightningModule.")
-        if keys is not None and (isinstance(keys, str) or not keys or not all(isinstance(key, str) for key in keys)):
+        if keys is not None and not _are_names(keys):
             raise ValueError(f"keys={keys!r} must be a list of names, such as ['exp_avg']; None clears everything.")
         self.every, self.at, self.when = every, None if at is None else frozenset(at), when
         self.keys = None if keys is None else frozenset(keys)
@@ -95,6 +95,7 @@ class OptimizerRestart(Callback):
             self._stop()
             self._applied.reset()
             self._saved, self._has_told, self.restarts = None, False, 0
+            self._last, self._cycles = [], []
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -237,6 +238,11 @@ class OptimizerRestart(Callback):
             factors.give_back()
             factors.remove(self)
         self._handles, self._factors = [], []
+
+
+def _are_names(keys: Any) -> bool:
+    is_many = isinstance(keys, Collection) and not isinstance(keys, str) and len(keys) > 0
+    return is_many and all(isinstance(key, str) for key in keys)
 
 
 def _cosines(trainer: Trainer) -> list[CosineAnnealingWarmRestarts]:

@@ -47,11 +47,11 @@ def forget_all(optimizer: Optimizer, made: list[dict[str, Any]]) -> None:
 
     Args:
         optimizer: Changed in place.
-        made: As `made_by_constructor` found it, before the first step.
+        made: As `made_by_constructor` found it, before the first step; groups that have been added since have nothing.
     """
     old = dict(optimizer.state)
     optimizer.state.clear()
-    for group, entries in zip(optimizer.param_groups, made, strict=True):
+    for group, entries in zip(optimizer.param_groups, made, strict=False):
         for parameter in (parameter for parameter in group["params"] if entries and parameter in old):
             state = old[parameter]
             optimizer.state[parameter] = {name: _as(state[name], number) for name, number in entries.items()}

@@ -313,6 +313,7 @@ def test_what_cannot_be_is_refused_before_a_step(module, data, options, error, m
         ({"reference_batch_size": 0}, "reference_batch_size=0 must be a whole number of at least 1"),
         ({"reference_batch_size": 2.5}, "reference_batch_size=2.5 must be a whole number"),
         ({"rule": "cubic"}, "rule='cubic' must be 'linear', 'sqrt' or a function"),
+        ({"rule": ["linear"]}, r"rule=\['linear'\] must be 'linear', 'sqrt' or a function"),
         ({"unit": "words"}, "unit='words' must be 'samples' or 'tokens'"),
         ({"momentum_correction": "yes"}, "momentum_correction='yes' must be 'auto', True or False"),
         ({"log": 1}, "log=1 must be True or False"),
