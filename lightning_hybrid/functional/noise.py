@@ -26,7 +26,7 @@ def noise_deviation(step: int, eta: float, gamma: float) -> float:
 
     Source: Neelakantan et al. 2015, arXiv:1511.06807, section 3, equation 2.
     """
-    return math.sqrt(eta / (1 + step) ** gamma)
+    return math.sqrt(eta * float(1 + step) ** -gamma)  # a large power of a number above 1 overflows, and this does not
 
 
 @torch.no_grad()

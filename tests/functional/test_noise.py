@@ -29,6 +29,7 @@ def test_variance_falls_as_the_equation_says(eta):
         sigma = noise_deviation(step, eta, 0.55)
         assert sigma * sigma == pytest.approx(eta / math.pow(1 + step, 0.55), rel=1e-12)
     assert noise_deviation(7, eta, 0.0) == math.sqrt(eta)
+    assert noise_deviation(7, eta, 2000) == 0  # less than the smallest number
 
 
 def test_blocks_are_drawn_one_after_the_other_by_their_place():
