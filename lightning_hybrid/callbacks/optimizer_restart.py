@@ -21,7 +21,13 @@ from lightning_hybrid.callbacks.rate_factors import RateFactors
 from lightning_hybrid.callbacks.reports import is_logging_step
 from lightning_hybrid.functional.rates import warmup_progress, warmup_value
 from lightning_hybrid.functional.restarts import cycle_of
-from lightning_hybrid.optim.restarting import entries_of, forget_all, forget_entries, made_by_constructor
+from lightning_hybrid.optim.restarting import (
+    check_together,
+    entries_of,
+    forget_all,
+    forget_entries,
+    made_by_constructor,
+)
 
 
 class OptimizerRestart(Callback):
@@ -113,6 +119,8 @@ class OptimizerRestart(Callback):
                 "returned none (one within a SequentialLR does not count: warm up with LearningRateWarmup). Return "
                 "one, or give every, at or when."
             )
+        for optimizer in optimizers:
+            check_together(optimizer, self.keys or ())
         self._made = [made_by_constructor(each) if self.keys is None else [] for each in optimizers]
         self._factors = [RateFactors.of(each) for each in optimizers] if self.rewarm is not None else []
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import ASGD, SGD, Adagrad, NAdam, Optimizer, Rprop
+from torch.optim import ASGD, SGD, Adagrad, NAdam, Optimizer, RMSprop, Rprop
 
 from lightning_hybrid.optim.transition import MEMBERS, PREFIXES, OptimizerTransition
 from lightning_hybrid.optim.wholes import local
@@ -76,6 +76,20 @@ def forget_entries(optimizer: Optimizer, names: Collection[str]) -> None:
                     del state[name]
                 else:
                     state[name] = _as(_checked(optimizer, name, state[name]), first)
+
+
+def check_together(optimizer: Optimizer, names: Collection[str]) -> None:
+    """Refuse entries that cannot be cleared without another one.
+
+    Raises:
+        ValueError: If the mean square of a centered RMSprop is named without the mean, whose square is taken from it.
+    """
+    centered = isinstance(optimizer, RMSprop) and any(group["centered"] for group in optimizer.param_groups)
+    if centered and "square_avg" in names and "grad_avg" not in names:
+        raise ValueError(
+            f"{type(optimizer).__name__} with centered=True takes the square of grad_avg from square_avg, which would "
+            "be below zero when square_avg alone is cleared. Name both in keys."
+        )
 
 
 def entries_of(optimizer: Optimizer) -> set[str]:

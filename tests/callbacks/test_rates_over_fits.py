@@ -124,6 +124,20 @@ class Thawed(Small):
         return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], self.rate)
 
 
+class Centered(Small):
+    def configure_optimizers(self):
+        return torch.optim.RMSprop(self.parameters(), self.rate, centered=True)
+
+
+def test_entries_that_cannot_be_cleared_alone_are_refused_before_training():
+    module = Centered()
+    with pytest.raises(ValueError, match="would be below zero when square_avg alone is cleared"):
+        fit(module, loader(8, 4), callbacks=[OptimizerRestart(every=1, keys=["square_avg"])])
+    assert module.trainer.global_step == 0
+    fit(module, loader(8, 4), callbacks=[OptimizerRestart(every=1, keys=["square_avg", "grad_avg"])])
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
+
+
 @pytest.mark.parametrize("keys", [None, ["step"]])
 def test_groups_that_are_added_in_training_restart_too(keys):
     trainer = fit(Thawed(), loader(12, 4), callbacks=[Thawing(), OptimizerRestart(at=[5], keys=keys)], max_epochs=2)
