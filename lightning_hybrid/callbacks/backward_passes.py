@@ -9,15 +9,17 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.callbacks.global_batch import count_samples
 from lightning_hybrid.functional.noise_scale import GradientSums
 from lightning_hybrid.parallel.gradient_squares import GradientSquares, norm_of, square_of
-from lightning_hybrid.parallel.pipeline.microbatch import batch_size, check_visible
 
 SAME = 1e-3  # relative difference of squares that replicas may have by rounding, in 16 bits too
 
 
 class BackwardPasses:
     """Squares of what each backward pass adds, and their sums over the replicas at the end of a window.
+
+    They stay on the device until then, which is waited for once a window.
 
     Args:
         trainer: Its replicas hold the whole model, and mean their gradients.
@@ -27,6 +29,11 @@ class BackwardPasses:
     def __init__(self, trainer: Trainer, optimizer: Optimizer) -> None:
         self._trainer, self._optimizer, self._squares = trainer, optimizer, GradientSquares()
         self._samples = 0
+        self._passes: list[tuple[Tensor | float, int]] = []  # of a window: squares, and samples
+
+    def begin_window(self) -> None:
+        """Forget the passes of a window that was never applied."""
+        self._passes = []
 
     def begin_batch(self, batch: Any) -> None:
         """Learn how many samples the coming pass sees.
@@ -41,8 +48,7 @@ class BackwardPasses:
                 "a second one. Give accumulate_grad_batches=2, two devices with strategy='ddp', or "
                 "HybridPTDPStrategy(num_microbatches=2)."
             )
-        check_visible(batch)
-        self._samples = batch_size(batch)
+        self._samples = count_samples(batch)
 
     def begin_pass(self) -> None:
         """A backward pass begins."""
@@ -51,10 +57,9 @@ class BackwardPasses:
         self._squares.begin(set())
 
     def end_pass(self) -> GradientSums:
-        """Its gradient's, on this replica."""
-        accumulate = self._trainer.accumulate_grad_batches
-        square = float(self._squares.end()) * (accumulate / loss_scale(self._trainer)) ** 2
-        return GradientSums.of([(square, self._samples, 1.0 / (self._trainer.world_size * accumulate))])
+        """None yet, as `finish` has them."""
+        self._passes.append((self._squares.end(), self._samples))
+        return GradientSums()
 
     def finish(self, window: GradientSums) -> tuple[GradientSums, float]:
         """The sums over all replicas, and the squared norm of the step's gradient; they call it together.
@@ -62,12 +67,17 @@ class BackwardPasses:
         Raises:
             RuntimeError: If replicas have different gradients.
         """
-        norms = [norm_of(p.grad) for p in self._parameters() if p.grad is not None]
-        square = float(square_of(norms)) / loss_scale(self._trainer) ** 2
-        mine = torch.tensor([*window, square], dtype=torch.float64, device=self._trainer.strategy.root_device)
-        *sums, total = self._trainer.strategy.reduce(mine, reduce_op="sum").tolist()
-        mean = total / self._trainer.world_size
-        if abs(mean - square) > SAME * mean:
+        square, *squares = self._read()
+        accumulate, world = self._trainer.accumulate_grad_batches, self._trainer.world_size
+        samples, self._passes = [samples for _, samples in self._passes], []
+        weight = 1.0 / (world * accumulate)
+        rows = [(accumulate**2 * own, number, weight) for own, number in zip(squares, samples, strict=True)]
+        mine = [*window.plus(GradientSums.of(rows)), square, square**2]
+        device = self._trainer.strategy.root_device
+        total = self._trainer.strategy.reduce(torch.tensor(mine, dtype=torch.float64, device=device), reduce_op="sum")
+        *sums, mean, second = total.tolist()
+        mean, second = mean / world, second / world
+        if second - mean**2 > (SAME * mean) ** 2:  # which all of them see
             raise RuntimeError(
                 f"The squared norm of the gradient is {square:g} on rank {self._trainer.global_rank} and {mean:g} in "
                 "the mean over the replicas: they do not sum gradients in each step, as with local SGD. Leave out "
@@ -78,6 +88,15 @@ class BackwardPasses:
     def remove(self) -> None:
         """Let backward passes alone."""
         self._squares.remove()
+
+    def _read(self) -> list[float]:
+        """The squared norm of the step's gradient, and those of the window's passes, of unscaled losses."""
+        norms = [norm_of(p.grad) for p in self._parameters() if p.grad is not None]
+        found = [square_of(norms), *(square for square, _ in self._passes)]
+        device = self._trainer.strategy.root_device
+        on_device = [torch.as_tensor(square, dtype=torch.float64, device=device) for square in found]
+        unscaled: list[float] = (torch.stack(on_device) / loss_scale(self._trainer) ** 2).tolist()
+        return unscaled
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]

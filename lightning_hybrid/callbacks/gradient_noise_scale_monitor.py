@@ -66,6 +66,7 @@ class GradientNoiseScaleMonitor(Callback):
         assert self._source is not None
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._window = GradientSums()  # of a window that was never applied
+            self._source.begin_window()
         self._source.begin_batch(batch)
 
     @override
@@ -101,9 +102,8 @@ class GradientNoiseScaleMonitor(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        # Lightning's strategies do not save the gradients of an unfinished window either
-        window = self._window if isinstance(self._source, MicroBatches) else GradientSums()
-        return {"metric": self.metric.saved(), "window": list(window)}
+        # empty with Lightning's strategies, which do not save the gradients of an unfinished window either
+        return {"metric": self.metric.saved(), "window": list(self._window)}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -45,6 +45,9 @@ class MicroBatches:
         self._watched = self._strategy.watch_gradients(optimizer)
         self._by_weight = False
 
+    def begin_window(self) -> None:
+        """The strategy keeps nothing of a window."""
+
     def begin_batch(self, batch: Any) -> None:
         """The strategy counts samples."""
 

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hybrid import HybridPTDPStrategy
 from lightning_hybrid.callbacks import GradientNoiseScaleMonitor
@@ -181,6 +182,33 @@ def test_resumes_within_a_window_are_as_uninterrupted(tmp_path):
     fit(Moving(), loader(16, 4), callbacks=[own], max_epochs=2, **given)
     trainer_of(callbacks=[again], max_epochs=2, **given).fit(Moving(), loader(16, 4), ckpt_path=path)
     assert again.metric.saved() == own.metric.saved()
+
+
+class Reading(TorchDispatchMode):
+    """Knows whether a tensor's value has been asked for, which waits for a device."""
+
+    has_read = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.has_read |= func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+class Watched(GradientNoiseScaleMonitor):
+    def __init__(self):
+        super().__init__()
+        self.reads = []
+
+    def on_after_backward(self, trainer, pl_module):
+        with Reading() as mode:
+            super().on_after_backward(trainer, pl_module)
+        self.reads.append(mode.has_read)
+
+
+def test_a_device_is_not_waited_for_within_a_window():
+    fit(Net(), loader(16, 4), callbacks=[own := Watched()], accumulate_grad_batches=4)
+    assert own.reads[:3] == [False] * 3
+    assert own.metric.steps == 1
 
 
 class Noise(Callback):

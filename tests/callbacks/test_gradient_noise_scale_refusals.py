@@ -3,8 +3,9 @@
 import math
 
 import pytest
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -94,3 +95,26 @@ def test_tied_stages_and_strategies_that_hide_gradients_are_refused():
         assert "A step has one gradient only" in found[1]
         assert "expert_parallel_size=2: an expert's gradient is of tokens of several replicas" in found[3]
         assert "ModelParallelStrategy shows gradients only when they are summed" in found[2]
+
+
+class Apart(Net):
+    """Squared norms of gradients are 3, 6 and 9 on three ranks: the second one's is the mean."""
+
+    def on_train_start(self):
+        self.trainer.strategy.model.register_comm_hook(None, noop_hook)  # Lightning does so on GPUs alone
+
+    def training_step(self, batch, batch_idx):
+        return math.sqrt(1 + self.global_rank) * self.unused.sum()
+
+
+def unsummed():
+    """On a rank: what is said where replicas keep their own gradients."""
+    strategy = DDPStrategy(find_unused_parameters=True)
+    with pytest.raises(RuntimeError) as caught:
+        run(Apart(), loader(6, 6, 3), strategy)
+    return str(caught.value)
+
+
+def test_replicas_with_gradients_of_their_own_are_refused_on_all_of_them():
+    for rank, found in enumerate(run_trainers(3, unsummed)):
+        assert f"is {3 * (1 + rank)} on rank {rank} and 6 in the mean over the replicas" in found
