@@ -15,6 +15,7 @@ from lightning_hybrid.callbacks import (
     WeightDecayRules,
 )
 from tests.small import Small, hybrid, loader, trainer_of, weights
+from tests.test_resuming import Stateful
 
 SAMPLES, BATCH, EPOCHS = 32, 8, 2  # the first epoch ends within the second cycle, the warm-up and the one after it
 MAKE = {
@@ -62,31 +63,37 @@ class Cyclic(Small):
 
 
 class Saving(Callback):
-    """Saves a checkpoint after the first epoch, and ends the run."""
+    """Saves a checkpoint in the middle of an epoch, of the second cycle and of both warm-ups."""
 
     def __init__(self, path):
         self.path = path
 
-    def on_train_epoch_end(self, trainer, pl_module):
-        trainer.save_checkpoint(self.path)
-        trainer.should_stop = True
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 3:
+            trainer.save_checkpoint(self.path)
 
 
-def train(layout, names, *others, resume=None):
+def fitted(layout, names, train, *others, resume=None, **options):
     """The weights after a run with some callbacks."""
     callbacks = [*(MAKE[name]() for name in names), *others]
-    trainer = trainer_of(layout.make(), callbacks=callbacks, gradient_clip_val=0.5, max_epochs=EPOCHS)
-    trainer.fit(Cyclic(), loader(SAMPLES, BATCH, layout.data), ckpt_path=resume)
+    trainer = trainer_of(layout.make(), callbacks=callbacks, gradient_clip_val=0.5, **options)
+    trainer.fit(Cyclic(), train, ckpt_path=resume)
     return weights(trainer)
 
 
 def train_all(layout, sets):
-    return [train(layout, names) for names in sets]
+    return [fitted(layout, names, loader(SAMPLES, BATCH, layout.data), max_epochs=EPOCHS) for names in sets]
 
 
 def save_all(layout, folder):
-    train(layout, MAKE, Saving(folder / "middle.ckpt"))
+    """With all callbacks, from a loader that knows where it is."""
+    return _in_one_epoch(layout, Saving(folder / "middle.ckpt"))
 
 
 def go_on_all(layout, folder):
-    return [train(layout, MAKE, resume=folder / "middle.ckpt")]
+    return _in_one_epoch(layout, resume=folder / "middle.ckpt")
+
+
+def _in_one_epoch(layout, *others, **options):
+    train = Stateful(loader(EPOCHS * SAMPLES, BATCH, layout.data))
+    return fitted(layout, MAKE, train, *others, use_distributed_sampler=False, **options)

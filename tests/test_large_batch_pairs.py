@@ -28,8 +28,11 @@ def test_every_set_of_callbacks_gives_the_numbers_of_one_process(name, expected)
 
 @pytest.mark.parametrize("name", ["one", *LAYOUTS])
 def test_a_run_that_stopped_in_a_cycle_goes_on_as_if_it_had_not(name, tmp_path):
+    """Case 32, and under another layout with as many replicas."""
     layout = LAYOUTS.get(name, Layout())
-    uninterrupted = run_trainers(layout.size, train_all, layout, SETS[-1:], timeout=300)[0]
-    run_trainers(layout.size, save_all, layout, tmp_path, timeout=300)
+    uninterrupted = run_trainers(layout.size, save_all, layout, tmp_path, timeout=300)[0]
     resumed = run_trainers(layout.size, go_on_all, layout, tmp_path, timeout=300)[0]
     assert_close(resumed, uninterrupted, rtol=0, atol=0)
+    if name == "pipeline":
+        elsewhere = run_trainers(2, go_on_all, LAYOUTS["zero3"], tmp_path, timeout=300)[0]
+        assert_close(elsewhere, uninterrupted, rtol=1e-9, atol=1e-12)
