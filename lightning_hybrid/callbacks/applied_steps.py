@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 class AppliedSteps:
     """Counts, for each optimizer of a fit, the steps that it has applied; one that a scaler skips does not count.
 
-    A fused optimizer skips inside of its step, and says so.
+    `RateFactors.steps` go on with their optimizer over several fits; these begin anew in each.
 
     Attributes:
         counts: Of each optimizer, in order.
@@ -70,6 +70,10 @@ class AppliedSteps:
     def _count(self, number: int, after: Callable[[int], object] | None, optimizer: Optimizer, *_: Any) -> None:
         if after is not None:
             after(number)
-        found_inf = getattr(optimizer, "found_inf", None)
-        if found_inf is None or not found_inf.item():
-            self.counts[number] += 1
+        self.counts[number] += was_applied(optimizer)
+
+
+def was_applied(optimizer: Optimizer) -> bool:
+    """Whether a step that has just ended counts: fused optimizers skip inside, where a scaler has found an overflow."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is None or not found_inf.item()

@@ -11,6 +11,8 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.callbacks.applied_steps import was_applied
+
 Factor = Callable[[int], float]
 Momentum = Callable[[int, float], float]
 
@@ -177,8 +179,7 @@ class RateFactors:
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         rates = _rates(optimizer)
         self.give_back()
-        found_inf = getattr(optimizer, "found_inf", None)  # fused optimizers skip inside
-        if found_inf is None or not found_inf.item():
+        if was_applied(optimizer):
             self._rates = rates
             self.steps += 1
 
