@@ -7,10 +7,10 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hybrid import HybridPTDPStrategy
 from lightning_hybrid.callbacks import GradientNoiseScaleMonitor
+from lightning_hybrid.compat import TorchDispatchMode
 from lightning_hybrid.functional.noise_scale import GradientSums, estimate
 from lightning_hybrid.metrics import GradientNoiseScale
 from lightning_hybrid.precision import FP16MasterWeights
