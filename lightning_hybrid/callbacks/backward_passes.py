@@ -35,12 +35,11 @@ class BackwardPasses:
         """Forget the passes of a window that was never applied."""
         self._passes = []
 
-    def begin_batch(self, batch: Any) -> None:
-        """Learn how many samples the coming pass sees.
+    def check_parts(self) -> None:
+        """Refuse steps that have one gradient only.
 
         Raises:
-            TypeError: If they cannot be counted.
-            ValueError: If a step has one gradient only.
+            ValueError: With the way out.
         """
         if self._trainer.world_size * self._trainer.accumulate_grad_batches == 1:
             raise ValueError(
@@ -48,6 +47,13 @@ class BackwardPasses:
                 "a second one. Give accumulate_grad_batches=2, two devices with strategy='ddp', or "
                 "HybridPTDPStrategy(num_microbatches=2)."
             )
+
+    def begin_batch(self, batch: Any) -> None:
+        """Learn how many samples the coming pass sees.
+
+        Raises:
+            TypeError: If they cannot be counted.
+        """
         self._samples = count_samples(batch)
 
     def begin_pass(self) -> None:

@@ -58,8 +58,12 @@ class GradientNoiseScaleMonitor(Callback):
                 "automatic_optimization=False: the step's own backward passes may be of several losses, and their "
                 "gradients not parts of one. Let Lightning optimize, or leave out GradientNoiseScaleMonitor."
             )
-        self._has_measured, self._is_new = False, False
+        self._is_new = False
         self._source = _source_of(trainer)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._has_measured = trainer.global_step > 0 and self.metric.steps > 0  # of the same run, which goes on
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -67,6 +71,8 @@ class GradientNoiseScaleMonitor(Callback):
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._window = GradientSums()  # of a window that was never applied
             self._source.begin_window()
+        if not self._has_measured:
+            self._source.check_parts()
         self._source.begin_batch(batch)
 
     @override

@@ -48,6 +48,9 @@ class MicroBatches:
     def begin_window(self) -> None:
         """The strategy keeps nothing of a window."""
 
+    def check_parts(self) -> None:
+        """The first step shows how many there are."""
+
     def begin_batch(self, batch: Any) -> None:
         """The strategy counts samples."""
 

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
@@ -13,7 +14,7 @@ from lightning_hybrid.callbacks import GradientNoiseScaleMonitor
 from lightning_hybrid.metrics import GradientNoiseScale
 from tests.callbacks.test_gradient_noise_scale_monitor import Net, monitor, run
 from tests.launch import run_trainers
-from tests.small import hybrid, loader, trainer_of
+from tests.small import fit, hybrid, loader, trainer_of
 from tests.test_expert_parity import Mixtures
 
 
@@ -54,6 +55,17 @@ class Reentrant(Net):
 def test_trainings_that_show_no_small_gradients_are_refused(module, options, error, message):
     with pytest.raises(error, match=message):
         run(module(), loader(8, 4), **options)
+
+
+def test_windows_that_become_one_batch_are_not_refused_in_the_middle_of_training(tmp_path):
+    windows = {"callbacks": [monitor(), GradientAccumulationScheduler({0: 2, 1: 1})], "max_epochs": 2}
+    trainer = fit(Net(), loader(8, 4), **windows)
+    assert (trainer.global_step, trainer.callbacks[0].metric.steps) == (3, 1)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    windows |= {"callbacks": [monitor(), GradientAccumulationScheduler({0: 2, 1: 1})], "max_epochs": 3}
+    again = trainer_of(**windows)
+    again.fit(Net(), loader(8, 4), ckpt_path=tmp_path / "last.ckpt")
+    assert (again.global_step, again.callbacks[0].metric.moments) == (5, trainer.callbacks[0].metric.moments)
 
 
 class Tied(Net):
