@@ -90,6 +90,7 @@ class ActivationCompression(MemoryTechnique):
             check_whole("budget_bytes", budget_bytes, 1, " of bytes")
         self.budget_bytes, self.blocks = budget_bytes, blocks
         self.lossless, self.lossy, self.min_bytes = lossless, lossy, min_bytes
+        picture_path(picture, FILE)
         self.picture, self._path = picture, ""
         self.layers: dict[str, LayerBytes] = {}
         self._compression: Compression | None = None

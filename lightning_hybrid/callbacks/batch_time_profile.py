@@ -77,13 +77,16 @@ class BatchTimeProfile(Callback):
         check_whole("repeats", repeats, 1)
         if max_size is not None:
             check_whole("max_size", max_size, 1, " of samples")
-        if sizes is not None:
-            BatchTimes(sizes, [1.0] * len(sizes))
-            for size in sizes:
-                check_whole("sizes", size, 1, " of samples")
+        if sizes is not None and (isinstance(sizes, str | int | float) or not sizes):
+            raise ValueError(f"sizes={sizes!r} must be a list of numbers of samples, such as [8, 16, 32].")
+        for size in sizes or ():
+            check_whole("each number in sizes", size, 1, " of samples")
+        if sizes is not None and list(sizes) != sorted(set(sizes)):
+            raise ValueError(f"sizes={list(sizes)} must ascend.")
         if sizes is not None and max_size is not None:
             raise ValueError(f"sizes={list(sizes)} and max_size={max_size}: give one of them.")
         BatchTimes([1], [1.0], tolerance)
+        picture_path(picture, FILE)
         self.sizes, self.max_size, self.repeats, self.tolerance = sizes, max_size, repeats, tolerance
         self.picture, self.clock = picture, clock
         self.times: BatchTimes | None = None
@@ -109,8 +112,16 @@ class BatchTimeProfile(Callback):
         show(trainer, self.table())
         if self._path and trainer.is_global_zero and self.times is not None:
             times = self.times
-            write_picture(self._path, lambda file: batch_times_png(times, file), type(self).__name__)
+            write_picture(self._path, lambda file: batch_times_png(times, file, self.knee), type(self).__name__)
         self._log(pl_module)
+
+    @property
+    def knee(self) -> int | None:
+        """Samples at the knee; None before, and where larger sizes than those measured would pay."""
+        if self.times is None or self.times.line[1] <= 0:
+            return None
+        is_open = self.times.headroom > self.tolerance and self.too_large is None
+        return None if is_open else self.times.knee
 
     def table(self) -> Table:
         """Times by size, and what follows."""
@@ -132,12 +143,14 @@ class BatchTimeProfile(Callback):
             return said
         overhead, slope = self.times.line
         said.append(f"t(b) is about {1000 * overhead:.3g} ms + {1000 * slope:.3g} ms b.")
-        gain, largest = self.times.headroom, self.times.sizes[-1]
-        said.append(f"From {self.times.knee} samples on, a larger micro-batch pays less than {self.tolerance:.0%}.")
+        larger = "larger sizes" if self.sizes else "a larger max_size"
         if slope <= 0:
-            said[-2:] = ["Times do not grow with the size: give max_size, or more repeats, to see where they do."]
-        elif gain > self.tolerance and self.too_large is None:
-            said[-1] = f"Beyond {largest} samples the line promises {gain:.0%} more throughput: give max_size to see."
+            said[-1] = f"Times do not grow with the size: give {larger}, or more repeats, to see where they do."
+        elif self.knee is None:
+            reached = f"{self.times.sizes[-1]} samples have {1 - self.times.headroom:.0%} of the throughput"
+            said.append(f"{reached} that the line promises for endless ones: give {larger} to see the knee.")
+        else:
+            said.append(f"From {self.knee} samples on, a larger micro-batch pays less than {self.tolerance:.0%}.")
         if self.exchange:
             took = f"{1000 * self.exchange:.3g} ms"
             said.append(f"A sum of all gradients takes {took}, {self.ratio:.2f} of the compute of a step.")
@@ -205,7 +218,9 @@ class BatchTimeProfile(Callback):
         if self.times is None:
             return
         overhead, slope = self.times.line
-        values = {"knee": self.times.knee, "overhead_seconds": overhead, "seconds_per_sample": slope}
+        values = {"overhead_seconds": overhead, "seconds_per_sample": slope}
+        if self.knee is not None:
+            values["knee"] = self.knee
         if self.exchange:
             values["exchange_ratio"] = self.ratio
         for name, value in values.items():

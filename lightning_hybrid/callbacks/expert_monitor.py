@@ -50,6 +50,7 @@ class ExpertMonitor(Callback):
     def __init__(self, every_n_steps: int | None = None, picture: Picture = True, each_expert: bool = True) -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps={every_n_steps} is no number of steps: give 1 or more, or None.")
+        picture_path(picture, FILE)
         self.every_n_steps, self.picture, self.each_expert = every_n_steps, picture, each_expert
         self.last: Layers = {}
         self.history = LoadHistory()

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -57,7 +58,9 @@ class LearningRateWarmup(Callback):
     ) -> None:
         lengths = {name: n for name, n in (("steps", steps), ("epochs", epochs), ("samples", samples)) if n is not None}
         if len(lengths) != 1:
-            raise ValueError(f"Give one of steps, epochs and samples as the length of the warm-up, not {lengths}.")
+            raise ValueError(
+                f"Give one of steps, epochs and samples as the length of the warm-up, not {lengths or 'none'}."
+            )
         for name, value in lengths.items():
             if name != "epochs":
                 check_whole(name, value, 1)
@@ -109,6 +112,8 @@ class LearningRateWarmup(Callback):
         self._counts = self._counts or [_Counts(factors.steps, factors.steps) for factors in self._factors]
         for factors, count in zip(self._factors, self._counts, strict=True):
             self._set(factors, total, count)
+        if self.samples is None and pl_module.automatic_optimization:
+            self._compare(trainer, total)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -168,6 +173,17 @@ class LearningRateWarmup(Callback):
             momentum=momentum if self.momentum is not None else None,
         )
 
+    def _compare(self, trainer: Trainer, total: int) -> None:
+        """Tell of a warm-up that is longer than the whole fit, as one is with steps in the place of epochs."""
+        lengths = [trainer.max_steps] if trainer.max_steps >= 0 else []
+        if (trainer.max_epochs or 0) > 0 and isfinite(trainer.num_training_batches):
+            lengths.append(_steps_of(trainer, trainer.max_epochs or 0))
+        if lengths and min(lengths) < total:
+            rank_zero_info(
+                f"LearningRateWarmup: {total} steps of warm-up are more than the {min(lengths)} of this fit, in which no "
+                "step has the schedule's whole rate"
+            )
+
     def _num_steps(self, trainer: Trainer) -> int:
         """Length in steps.
 
@@ -177,18 +193,12 @@ class LearningRateWarmup(Callback):
         if self.epochs is None:
             assert self.steps is not None
             return self.steps
-        num_batches = trainer.num_training_batches
-        if not isfinite(num_batches):
+        if not isfinite(trainer.num_training_batches):
             raise ValueError(
                 f"LearningRateWarmup(epochs={self.epochs}) needs to know how many batches an epoch has, and the "
                 "training loader has no length. Set limit_train_batches, or give steps or samples."
             )
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        schedulers = [each for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
-        accumulate = (
-            schedulers[-1].get_accumulate_grad_batches if schedulers else lambda _: trainer.accumulate_grad_batches
-        )
-        return steps_of_epochs(self.epochs, int(num_batches), accumulate)
+        return _steps_of(trainer, self.epochs)
 
 
 @dataclass
@@ -227,6 +237,14 @@ class _Counts:
         if steps > self.steps or self.is_attempted:
             self.window = 0
         self.steps = steps
+
+
+def _steps_of(trainer: Trainer, epochs: float) -> int:
+    """Steps of the first epochs, each of `num_training_batches`."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    schedulers = [each for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
+    accumulate = schedulers[-1].get_accumulate_grad_batches if schedulers else lambda _: trainer.accumulate_grad_batches
+    return steps_of_epochs(epochs, int(trainer.num_training_batches), accumulate)
 
 
 def _check_momentum(optimizer: Optimizer) -> None:

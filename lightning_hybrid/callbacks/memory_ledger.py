@@ -65,6 +65,7 @@ class MemoryLedger(Callback):
             raise ValueError(f"depth={depth}: give the number of parts of module names to keep, 0 or more, or None.")
         self.depth, self._module, self._optimizers = depth, module, list(optimizers)
         self.last, self.peak, self.ranks = Memory(), Memory(), list[dict[str, int]]()
+        picture_path(picture, FILE)
         self.picture, self._path = picture, ""
         self.timeline: Timeline | None = None
         self._meter: MemoryMeter | None = None

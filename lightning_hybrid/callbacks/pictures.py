@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 Picture = bool | str | os.PathLike[str]
 """True, a path that ends in ".png" or is a folder, or False for no picture."""
+OTHER_KINDS = (".jpg", ".jpeg", ".gif", ".pdf", ".svg")
 
 
 def picture_path(picture: Picture, file: str, trainer: Trainer | None = None) -> str:
@@ -27,12 +28,14 @@ def picture_path(picture: Picture, file: str, trainer: Trainer | None = None) ->
         A path, or "" for none.
 
     Raises:
-        ValueError: If it is something else.
+        ValueError: If it is something else, or a file of another kind.
     """
     if picture is False:
         return ""
     if isinstance(picture, str | os.PathLike):
         path = os.fspath(picture)
+        if path.lower().endswith(OTHER_KINDS):
+            raise ValueError(f'picture={path!r} must end in ".png", which pictures are, or be a folder.')
         return path if path.endswith(".png") else os.path.join(path, file)
     if picture is not True:
         raise ValueError(f'picture={picture!r} must be True, False, or a path that ends in ".png" or is a folder.')

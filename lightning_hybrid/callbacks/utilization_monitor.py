@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
@@ -17,7 +18,7 @@ from lightning_hybrid.callbacks.global_batch import count_samples as samples_of
 from lightning_hybrid.callbacks.global_batch import num_replicas
 from lightning_hybrid.callbacks.reports import is_logging_step
 from lightning_hybrid.functional.bubbles import bubble_ratio, bubble_share, pipeline_times
-from lightning_hybrid.functional.utilization import model_flops_utilization, training_flops
+from lightning_hybrid.functional.utilization import beyond_peak, model_flops_utilization, training_flops
 from lightning_hybrid.parallel.ledgers.traffic import over_ranks
 from lightning_hybrid.parallel.pipeline.microbatch import batch_size
 
@@ -81,6 +82,9 @@ class UtilizationMonitor(Callback):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         _check(flops_per_sample, flops_per_token, peak_flops, count_tokens)
+        for name, count in (("count_samples", count_samples), ("count_tokens", count_tokens)):
+            if count is not None and not callable(count):
+                raise ValueError(f"{name}={count!r} must be a function of a batch, which gives a number.")
         if bubble not in (None, *BUBBLES):
             raise ValueError(f"bubble={bubble!r} must be 'share' (of total time), 'ratio' (to ideal time) or None.")
         self.flops_per_sample, self.flops_per_token, self.peak_flops = flops_per_sample, flops_per_token, peak_flops
@@ -180,6 +184,8 @@ class UtilizationMonitor(Callback):
                 num_devices=len(rows),
                 peak_flops=self._peak,
             )
+            if self.last["model_flops_utilization"] > 1:
+                rank_zero_warn(beyond_peak(self._flops, self._peak))
         if self.bubble is not None and is_recorded:
             self.last["pipeline_bubble"] = BUBBLES[self.bubble](sum(busy), sum(total))
         for name, value in self.last.items():

@@ -7,12 +7,13 @@ from typing import IO
 from lightning_hybrid.functional.batch_times import BatchTimes
 
 
-def batch_times_png(times: BatchTimes, file: IO[bytes] | str) -> None:
+def batch_times_png(times: BatchTimes, file: IO[bytes] | str, knee: int | None) -> None:
     """Draw throughput and time by size.
 
     Args:
         times: What was measured.
         file: An open file, or its path; it becomes a PNG whatever its name.
+        knee: Samples at which a line is drawn; None where the sizes do not reach it.
     """
     from matplotlib.figure import Figure  # slow to import; without pyplot nothing global changes, no display is needed
 
@@ -21,7 +22,8 @@ def batch_times_png(times: BatchTimes, file: IO[bytes] | str) -> None:
     best, (overhead, slope) = max(times.rates), times.line
     left.plot(times.sizes, times.rates, marker=".", label="measured")
     left.axhspan((1 - times.tolerance) * best, best, color="0.9", label=f"within {times.tolerance:.0%} of the best")
-    left.axvline(times.knee, color="tab:red", linestyle="--", label=f"knee: {times.knee}")
+    if knee is not None:
+        left.axvline(knee, color="tab:red", linestyle="--", label=f"knee: {knee}")
     left.set(xscale="log", xlabel="samples of a micro-batch", ylabel="samples a second", ylim=(0, 1.1 * best))
     left.legend(fontsize=7, loc="lower right")
     right.plot(times.sizes, [1000 * seconds for seconds in times.seconds], ".", label="measured")

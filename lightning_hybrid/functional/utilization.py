@@ -31,6 +31,20 @@ def model_flops_utilization(
     return flops * count / (seconds * num_devices * peak_flops) if seconds else float("nan")
 
 
+def beyond_peak(flops: float, peak_flops: float) -> str:
+    """What a share above 1 says of the numbers that were given; the same for each step, so that it is warned of once.
+
+    Args:
+        flops: For one sample or token.
+        peak_flops: Of one device, in FLOP/s.
+    """
+    return (
+        f"The model is said to do more FLOPs than its devices can: {flops:.4g} for one sample or token, with "
+        f"peak_flops={peak_flops:.4g}. Give the peak of one device in FLOP/s, such as 989e12 and not 989, and FLOPs of "
+        "one sample, or one token, and not of a batch."
+    )
+
+
 def training_flops(module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> int:
     """Count the FLOPs of matrix products in forward and backward, on the meta device: nothing is computed.
 

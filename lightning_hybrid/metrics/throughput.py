@@ -9,10 +9,11 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.throughput import get_available_flops
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_hybrid.functional.utilization import model_flops_utilization
+from lightning_hybrid.functional.utilization import beyond_peak, model_flops_utilization
 
 
 class Throughput(Metric):
@@ -135,6 +136,8 @@ class ModelFlopsUtilization(Throughput):
             num_devices=self.num_devices or (dist.get_world_size() if dist.is_initialized() else 1),
             peak_flops=self.peak_flops or 1.0,
         )
+        if value > 1:
+            rank_zero_warn(beyond_peak(self.flops, self.peak_flops or 1.0))
         return torch.full_like(self.seconds, value)
 
     def _know_peak(self) -> None:

@@ -111,23 +111,26 @@ def test_times_are_the_clocks_and_training_does_not_notice(options, sizes, capsy
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert profile.times.sizes == sizes
     assert profile.times.seconds == [step_seconds(size) for size in sizes]
-    assert trainer.callback_metrics["batch_time/knee"] == profile.times.knee
+    assert profile.knee is None
+    assert "batch_time/knee" not in trainer.callback_metrics
     assert trainer.callback_metrics["batch_time/overhead_seconds"] == pytest.approx(TICK + OVERHEAD)
     assert trainer.callback_metrics["batch_time/seconds_per_sample"] == pytest.approx(SLOPE)
     assert "batch_time/exchange_ratio" not in trainer.callback_metrics
     printed = " ".join(capsys.readouterr().out.split())
     assert "t(b) is about 8e+03 ms + 500 ms b." in printed
-    gain = 8 / (8 + SLOPE * sizes[-1])
-    assert f"Beyond {sizes[-1]} samples the line promises {gain:.0%} more throughput: give max_size to see" in printed
+    reached = sizes[-1] / (8 + SLOPE * sizes[-1]) * SLOPE
+    larger = "larger sizes" if "sizes" in options else "a larger max_size"
+    assert f"{sizes[-1]} samples have {reached:.0%} of the throughput that the line promises for endless" in printed
+    assert f"give {larger} to see the knee." in printed
     assert (tmp_path / "batch_times.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_knee_is_said_where_larger_sizes_pay_no_more(capsys):
     profile = Owned(repeats=1, max_size=512)
-    outcome(profile=profile)
+    _, trainer = outcome(profile=profile)
     best = 512 / step_seconds(512)
     first = next(b for b in range(1, 513) if b / step_seconds(b) >= 0.9 * best)
-    assert profile.times.knee == first
+    assert profile.times.knee == profile.knee == trainer.callback_metrics["batch_time/knee"] == first
     assert f"From {first} samples on, a larger micro-batch pays less than 10%." in " ".join(
         capsys.readouterr().out.split()
     )
@@ -136,7 +139,11 @@ def test_knee_is_said_where_larger_sizes_pay_no_more(capsys):
 def test_times_that_do_not_grow_say_so():
     profile = BatchTimeProfile()
     profile.times = BatchTimes([1, 2, 4], [3.0, 2.0, 1.0])
-    assert "Times do not grow with the size: give max_size, or more repeats, to see where they do." in profile.verdict()
+    assert (
+        "Times do not grow with the size: give a larger max_size, or more repeats, to see where they do."
+        in profile.verdict()
+    )
+    assert profile.knee is None
 
 
 class Mixture(Small):
@@ -247,7 +254,12 @@ def test_other_forms_of_the_model_are_refused_by_name():
     ("given", "message"),
     [
         ({"sizes": [4, 2]}, "must ascend"),
-        ({"sizes": [1.5]}, "sizes=1.5 must be a whole number"),
+        ({"sizes": [1.5]}, "in sizes=1.5 must be a whole number"),
+        ({"sizes": 64}, r"sizes=64 must be a list of numbers of samples, such as \[8, 16, 32\]"),
+        ({"sizes": []}, r"sizes=\[\] must be a list"),
+        ({"sizes": [1, 1]}, r"sizes=\[1, 1\] must ascend\.$"),
+        ({"picture": None}, "picture=None must be True, False, or a path"),
+        ({"picture": "times.JPG"}, r"picture='times.JPG' must end in \"\.png\", which pictures are, or be a folder"),
         ({"sizes": [1], "max_size": 4}, "give one of them"),
         ({"max_size": 0}, "max_size=0 must be a whole number of samples of at least 1"),
         ({"repeats": 0}, "repeats=0 must be"),

@@ -70,6 +70,21 @@ def test_length_in_epochs_and_samples(length, options, expected):
     assert factors_of(LearningRateWarmup(**length, **NO_RATE), **options) == pytest.approx(expected)
 
 
+def test_one_that_is_longer_than_the_fit_is_told(caplog):
+    told = "LearningRateWarmup: {} steps of warm-up are more than the {} of this fit"
+    for length, options, numbers in (
+        ({"steps": 13}, {"max_epochs": 2}, (13, 12)),
+        ({"steps": 12}, {"max_epochs": 2}, None),
+        ({"epochs": 2}, {"max_steps": 4, "max_epochs": 3}, (12, 4)),
+        ({"epochs": 3}, {"accumulate_grad_batches": 4, "max_epochs": 2}, (6, 4)),
+    ):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            fitted(Net(), [LearningRateWarmup(**length, **NO_RATE)], **options)
+        lines = [each.message for each in caplog.records if "LearningRateWarmup" in each.message]
+        assert [line.partition(", in")[0] for line in lines] == ([told.format(*numbers)] if numbers else [])
+
+
 def test_epochs_follow_an_accumulation_that_changes():
     steps = GradientAccumulationScheduler({0: 3, 1: 2})
     effective, _ = fitted(Net(), [steps, LearningRateWarmup(epochs=2)], max_epochs=2)
@@ -297,7 +312,7 @@ def test_what_cannot_be_is_refused_before_training(module, callback, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, r"Give one of steps, epochs and samples as the length of the warm-up, not \{\}"),
+        ({}, r"Give one of steps, epochs and samples as the length of the warm-up, not none"),
         ({"steps": 1, "samples": 8}, r"not \{'steps': 1, 'samples': 8\}"),
         ({"steps": 0}, "steps=0 must be a whole number of at least 1"),
         ({"samples": 1.5}, "samples=1.5 must be a whole number"),

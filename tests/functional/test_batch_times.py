@@ -71,5 +71,7 @@ def test_times_that_cannot_be_are_refused(given, message):
 
 
 def test_picture_is_a_png():
-    batch_times_png(BatchTimes([1, 2, 4], [1.0, 1.5, 2.5]), file := io.BytesIO())
+    batch_times_png(BatchTimes([1, 2, 4], [1.0, 1.5, 2.5]), file := io.BytesIO(), knee=2)
+    batch_times_png(BatchTimes([1, 2, 4], [1.0, 1.5, 2.5]), without := io.BytesIO(), knee=None)
     assert file.getvalue().startswith(b"\x89PNG")
+    assert file.getvalue() != without.getvalue()

@@ -154,6 +154,24 @@ def test_utilization_is_palms():
     assert metric.compute().isnan()
 
 
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric ModelFlopsUtilization was called before")
+def test_a_share_above_1_is_told_with_the_numbers_that_make_it():
+    told = (
+        r"more FLOPs than its devices can: 3e\+04 for one sample or token, with peak_flops=989\. Give the peak of one"
+    )
+    clock = Clock()
+    metric = ModelFlopsUtilization(3e4, peak_flops=989, clock=clock)
+    metric.start()
+    clock.now += 1
+    metric.update(1)
+    with pytest.warns(UserWarning, match=told):
+        assert metric.compute() == 3e4 / 989
+    monitor = UtilizationMonitor(flops_per_sample=3e4, peak_flops=989, clock=clock)
+    with pytest.warns(UserWarning, match=told):
+        fit(Small(), loader(12, 4), callbacks=[monitor, Hours(clock)], log_every_n_steps=1)
+    assert monitor.last["model_flops_utilization"] > 1
+
+
 def test_flops_are_six_for_each_weight_and_token():
     linear, attention = nn.Linear(6, 8, dtype=torch.float64), nn.MultiheadAttention(8, 2, batch_first=True)
     attention.register_buffer("kept", torch.ones(3))
@@ -174,6 +192,8 @@ def test_flops_are_six_for_each_weight_and_token():
         ({"flops_per_sample": 1.0, "flops_per_token": 1.0}, "give one of them"),
         ({"flops_per_token": 1.0}, "needs count_tokens"),
         ({"peak_flops": float("nan")}, "peak_flops=nan must be a number above 0"),
+        ({"count_tokens": True}, "count_tokens=True must be a function of a batch"),
+        ({"count_samples": 4}, "count_samples=4 must be a function of a batch"),
         ({"bubble": "none"}, "bubble='none' must be 'share'"),
     ],
 )
