@@ -180,8 +180,8 @@ class LearningRateWarmup(Callback):
             lengths.append(_steps_of(trainer, trainer.max_epochs or 0))
         if lengths and min(lengths) < total:
             rank_zero_info(
-                f"LearningRateWarmup: {total} steps of warm-up are more than the {min(lengths)} of this fit, in which no "
-                "step has the schedule's whole rate"
+                f"LearningRateWarmup: {total} steps of warm-up are more than the {min(lengths)} of this fit, in "
+                "which no step has the schedule's whole rate"
             )
 
     def _num_steps(self, trainer: Trainer) -> int:

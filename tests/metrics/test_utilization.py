@@ -156,9 +156,7 @@ def test_utilization_is_palms():
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric ModelFlopsUtilization was called before")
 def test_a_share_above_1_is_told_with_the_numbers_that_make_it():
-    told = (
-        r"more FLOPs than its devices can: 3e\+04 for one sample or token, with peak_flops=989\. Give the peak of one"
-    )
+    told = r"more FLOPs than its devices can: 3e\+04 for one sample or token, with peak_flops=989\. Give the peak"
     clock = Clock()
     metric = ModelFlopsUtilization(3e4, peak_flops=989, clock=clock)
     metric.start()
