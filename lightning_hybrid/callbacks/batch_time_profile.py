@@ -47,7 +47,8 @@ class BatchTimeProfile(Callback):
     sizes and the slowest one's time counts. Where a size needs too much memory the profile ends.
 
     Args:
-        sizes: Samples of a micro-batch, ascending; None for powers of two up to `max_size`, and that.
+        sizes: Samples of a micro-batch, ascending; None for powers of two up to `max_size`, and that. Those of a model
+            with batch normalisation, which may need two samples, begin with 2.
         max_size: The largest of them; None for this rank's first batch.
         repeats: Measurements of each size, after one that does not count; their median is taken.
         tolerance: Share of throughput that does not matter.
@@ -107,7 +108,9 @@ class BatchTimeProfile(Callback):
         self._is_due, self.times, self.too_large = False, None, None
         alone = StepAlone(trainer, pl_module)
         of_batch = min(over_ranks(count_samples(batch)))
-        self._measure(alone, batch, batch_idx, self.sizes or default_sizes(self.max_size or of_batch))
+        sizes = self.sizes or default_sizes(self.max_size or of_batch, alone.least)
+        with alone.kept():
+            self._measure(alone, batch, batch_idx, sizes)
         self._compare(trainer, alone, of_batch)
         show(trainer, self.table())
         if self._path and trainer.is_global_zero and self.times is not None:

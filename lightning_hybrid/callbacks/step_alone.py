@@ -11,10 +11,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hybrid.callbacks.global_batch import num_replicas
 from lightning_hybrid.parallel.pipeline.snapshot import Snapshot
+
+NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def refuse_parts(trainer: Trainer, pl_module: LightningModule, name: str) -> None:
@@ -69,6 +71,7 @@ class StepAlone:
 
     Parameters keep their gradients, and hooks that sum gradients do not run: gradients are asked for, not accumulated.
     Buffers, attributes, metrics and random streams are put back after each step; `self.log` and loggers take nothing.
+    `kept` puts back parameters, as a step may move those of a teacher.
 
     Args:
         trainer: In `fit`, with a strategy that `refuse_parts` has let pass.
@@ -89,10 +92,26 @@ class StepAlone:
         dtype = self._parameters[0].dtype
         return torch.zeros(-(-num_bytes // dtype.itemsize), dtype=dtype, device=self._device)
 
+    @property
+    def least(self) -> int:
+        """Fewest samples that a step is sure to train on: one has no statistics in batch normalisation of vectors."""
+        return 1 + any(isinstance(module, NORMS) for module in self._module.modules())
+
     def wait(self) -> None:
         """Wait for the device."""
         if self._device.type != "cpu":
             torch.get_device_module(self._device).synchronize(self._device)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Context of all steps: parameters are as before afterwards. Their copies are in the host's memory."""
+        copies = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in self._module.parameters()]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, copy in copies:
+                    parameter.copy_(copy)
 
     @contextmanager
     def unseen(self) -> Iterator[None]:

@@ -101,9 +101,9 @@ def exchange_ratio(
     return ring_bytes("all_reduce", num_bytes, num_ranks) / bandwidth / (num_microbatches * seconds)
 
 
-def default_sizes(largest: int) -> list[int]:
-    """Powers of two up to the largest, and the largest itself."""
-    return sorted({*(2**power for power in range(largest.bit_length())), largest})
+def default_sizes(largest: int, least: int = 1) -> list[int]:
+    """Powers of two from the least, itself one, up to the largest, and the largest itself."""
+    return sorted({*(2**power for power in range(least.bit_length() - 1, largest.bit_length())), largest})
 
 
 def _crossing(before: tuple[int, float], after: tuple[int, float], level: float) -> int:

@@ -54,6 +54,7 @@ def test_exchange_over_compute_is_the_rings_bytes_over_the_micro_batches_time():
 
 def test_sizes_are_powers_of_two_and_the_largest():
     assert [default_sizes(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+    assert [default_sizes(n, least=2) for n in (1, 2, 6)] == [[1], [2], [2, 4, 6]]
 
 
 @pytest.mark.parametrize(

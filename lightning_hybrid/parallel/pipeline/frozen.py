@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -14,7 +18,9 @@ SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 
 
 class Frozen:
-    """The state of a value: of containers and tensors at any depth, by reference for anything else.
+    """The state of a value: of containers, dataclasses, tensors, arrays and generators of random numbers at any depth.
+
+    Anything else is kept by reference. What `differs` compares is containers and tensors alone.
 
     Args:
         value: A container, a tensor or anything.
@@ -25,10 +31,16 @@ class Frozen:
         self.value = value
         self._items: list[tuple[Any, Frozen]] | None = None
         self._tensor: Tensor | None = None
+        self._fields: Frozen | None = None
+        self._put_back: Callable[[], object] | None = None
         if isinstance(value, CONTAINERS) and id(value) not in seen:
             self._items = [(key, Frozen(item, seen | {id(value)})) for key, item in _items(value)]
         elif isinstance(value, Tensor) and _is_plain(value):
             self._tensor = value.detach().clone()
+        elif _has_fields(value):
+            self._fields = Frozen(vars(value), seen)
+        else:
+            self._put_back = _keep(value)
 
     def thaw(self) -> Any:
         """The same object with its old state."""
@@ -41,6 +53,10 @@ class Frozen:
                 return self._tensor  # it cannot be written any more
             with torch.no_grad():
                 self.value.copy_(self._tensor)
+        elif self._fields is not None:
+            self._fields.thaw()
+        elif self._put_back is not None:
+            self._put_back()
         return self.value
 
     def differs(self, value: Any) -> bool:
@@ -75,6 +91,33 @@ def _refill(container: Any, items: list[tuple[Any, Any]]) -> None:
         container.update(item for _, item in items)
     else:
         container.extend(item for _, item in items)
+
+
+def _has_fields(value: Any) -> bool:
+    """Whether its attributes are all that it is."""
+    records = isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type))
+    return records and hasattr(value, "__dict__")
+
+
+def _keep(value: Any) -> Callable[[], object] | None:
+    """What gives a generator of random numbers, or an array, its state of now again; None for anything else."""
+    state: Any
+    if isinstance(value, torch.Generator):
+        state = value.get_state()
+        return lambda: value.set_state(state)
+    if isinstance(value, random.Random):
+        state = value.getstate()
+        return lambda: value.setstate(state)
+    if isinstance(value, numpy.random.RandomState):
+        state = value.get_state()
+        return lambda: value.set_state(state)
+    if isinstance(value, numpy.random.Generator):
+        bits, state = value.bit_generator, value.bit_generator.state
+        return lambda: setattr(bits, "state", state)
+    if type(value) is numpy.ndarray and value.flags.writeable:  # others may be files
+        state = value.copy()
+        return lambda: numpy.copyto(value, state)
+    return None
 
 
 def _is_plain(tensor: Tensor) -> bool:
