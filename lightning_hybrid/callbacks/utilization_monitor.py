@@ -21,6 +21,7 @@ from lightning_hybrid.functional.bubbles import bubble_ratio, bubble_share, pipe
 from lightning_hybrid.functional.utilization import beyond_peak, model_flops_utilization, training_flops
 from lightning_hybrid.parallel.ledgers.traffic import over_ranks
 from lightning_hybrid.parallel.pipeline.microbatch import batch_size
+from lightning_hybrid.parallel.pipeline.snapshot import Snapshot
 
 TYPES = {"64": torch.float64, "32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
 BUBBLES = {"share": bubble_share, "ratio": bubble_ratio}
@@ -94,7 +95,7 @@ class UtilizationMonitor(Callback):
         self._flops: float | None = None
         self._peak = 0.0
         self._window: _Window | None = None
-        self._step, self._pause, self._records = 0, 0.0, False
+        self._step, self._pause, self._records, self._counts = 0, 0.0, False, (0, 0)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -122,6 +123,7 @@ class UtilizationMonitor(Callback):
         )
         if self._records:
             strategy.record_timeline = True
+        self._counts = self.count_samples(batch), self.count_tokens(batch) if self.count_tokens is not None else 0
 
     @override
     def on_train_batch_end(
@@ -130,8 +132,8 @@ class UtilizationMonitor(Callback):
         is_new, self._step = trainer.global_step != self._step, trainer.global_step
         window = self._window
         if window is not None:
-            window.samples += self.count_samples(batch)
-            window.tokens += self.count_tokens(batch) if self.count_tokens is not None else 0
+            samples, tokens = self._counts
+            window.samples, window.tokens = window.samples + samples, window.tokens + tokens
             window.batches += 1
         if window is None or (is_new and is_logging_step(trainer)):
             _wait(trainer)
@@ -225,7 +227,8 @@ def measured(pl_module: LightningModule) -> float:
         raise ValueError(f"flops_per_sample='measured', and {name} is made in configure_model, later. {way_out}")
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
     try:
-        flops = training_flops(pl_module, args if isinstance(args, list | tuple) else (args,), kwargs)
+        with Snapshot(pl_module, torch.device("cpu")):  # what forward counts and draws, it has not
+            flops = training_flops(pl_module, args if isinstance(args, list | tuple) else (args,), kwargs)
     except Exception as error:  # the user's forward, on another device than it expects
         said = f"flops_per_sample='measured': {name}.forward fails on meta tensors: {error} {way_out}"
         raise ValueError(said) from error

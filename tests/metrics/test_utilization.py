@@ -1,5 +1,6 @@
 """Throughput and use of devices: counts and times are exact under every layout, with a clock that the test moves."""
 
+import numpy
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -234,6 +235,44 @@ def test_what_cannot_be_known_is_refused_before_training(module, monitor, messag
     with pytest.raises(ValueError, match=message):
         trainer.fit(module(), loader(8, 4))
     assert not trainer.optimizers
+
+
+class Drawing(Small):
+    """Its forward counts and draws."""
+
+    depth, example_input_array = 2, torch.zeros(2, WIDTH, dtype=torch.float64)
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.own = 0, numpy.random.default_rng(0)
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.total = self.total + 1
+        return super().forward(x) * (numpy.random.rand() + self.own.random() + self.calls)
+
+
+def test_training_does_not_notice_that_flops_are_measured():
+    found = []
+    for callbacks in ([], [UtilizationMonitor("measured", peak_flops=1.0)]):
+        numpy.random.seed(0)
+        module = Drawing()
+        fit(module, loader(8, 4), callbacks=callbacks)
+        found.append((module.state_dict(), module.calls, numpy.random.rand()))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+class Blind(Small):
+    def training_step(self, batch, batch_idx):
+        return self.loss(samples(4).tensors)
+
+
+def test_batches_that_cannot_be_counted_are_refused_before_the_first_step():
+    trainer = trainer_of(callbacks=[UtilizationMonitor()])
+    with pytest.raises(TypeError, match="The batch holds object and no tensor, so that its samples cannot be counted"):
+        trainer.fit(Blind(), DataLoader([object()] * 2, collate_fn=lambda rows: rows[0]))
+    assert trainer.global_step == 0
 
 
 def test_metrics_refuse_what_they_cannot_say(monkeypatch):
