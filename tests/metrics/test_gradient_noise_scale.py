@@ -5,9 +5,11 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+from torchmetrics import MetricCollection
 
 from lightning_hybrid import HybridPTDPStrategy
 from lightning_hybrid.callbacks import GradientNoiseScaleMonitor
+from lightning_hybrid.functional.noise_scale import GradientSums
 from lightning_hybrid.metrics import GradientNoiseScale
 from tests.launch import run_trainers
 from tests.small import fit
@@ -109,3 +111,13 @@ def test_known_noise_is_measured_alike_in_every_layout():
         assert all(found == ranks[0] for found in ranks)
         for layout, found in ranks[0].items():
             assert found == pytest.approx(tuple(reference), rel=1e-9), layout
+
+
+def test_metrics_of_a_collection_keep_their_own_decay():
+    decays = {"short": 0.5, "mean": 1.0}
+    collection = MetricCollection({name: GradientNoiseScale(decay) for name, decay in decays.items()})
+    sums = GradientSums.of([(3.0, 2, 0.5), (5.0, 2, 0.5)])  # mean 4, freedom 1/4
+    for square in (3.75, 3.5):
+        collection.update(sums, square)  # noises 1 and 2, signals 3.5 and 3
+    found = {name: float(value) for name, value in collection.compute().items()}
+    assert found == pytest.approx({"short": (0.5 + 2) / (1.75 + 3), "mean": (1 + 2) / (3.5 + 3)}, rel=1e-12)
