@@ -56,6 +56,17 @@ def test_value_is_numpys_on_a_network_with_attention():
     assert last.converged
 
 
+def test_compiled_modules_are_measured_as_they_are_without():
+    module, x = nn.Sequential(nn.Linear(3, 2), nn.Tanh()).double(), drawn(5, 3)
+
+    def loss():
+        return (module(x) - 1).square().mean()
+
+    expected = numpy.linalg.eigvalsh(hessian_of(module, loss).numpy())[-1]
+    module.compile(backend="aot_eager")
+    assert value_of(module, loss, iterations=1000, tolerance=1e-5)[0] == pytest.approx(expected, abs=1e-6)
+
+
 def test_iterations_that_do_not_suffice_warn_with_the_bound():
     module = Quadratic(drawn(4), torch.tensor([1.0, 0.99, 0.5, 0.1], dtype=torch.float64).diag())
     with pytest.warns(UserWarning, match=r"is about 0\.\d+, and an eigenvalue is within .* Raise iterations=3"):
