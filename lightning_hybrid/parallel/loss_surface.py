@@ -95,7 +95,8 @@ class LossSurface:
             return self._derivatives(sum((g * v).sum() for g, v in zip(slopes, vector, strict=True)))  # type: ignore[arg-type]
 
         self._move(None)
-        with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivatives
+        # other kernels of attention have no second derivatives, nor do compiled modules
+        with sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"):
             return self._over_terms(times)
 
     @property
