@@ -9,7 +9,7 @@ from examples.digits import PARTS
 
 SMALL, LARGE = 32, 1024
 COLUMNS = ("optimizer", f"{SMALL}", f"{LARGE:,}, scaled rate", f"{LARGE:,}, best rate", "points lost")
-WIDTHS = (12, 30, 30, 30, 11)
+WIDTHS = (14, 30, 30, 30, 11)
 
 
 class Entry(NamedTuple):
