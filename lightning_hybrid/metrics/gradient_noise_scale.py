@@ -54,6 +54,8 @@ class GradientNoiseScale(Metric):
         self.decay = float(decay)
         for name in STATES:
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="mean")
+        # a MetricCollection takes metrics whose states are equal after one step for the same
+        self.add_state("memory", torch.tensor(self.decay, dtype=torch.float64), dist_reduce_fx="mean")
 
     @override
     def update(self, sums: GradientSums, square: float) -> None:
