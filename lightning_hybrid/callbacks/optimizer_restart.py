@@ -154,6 +154,11 @@ class OptimizerRestart(Callback):
             pl_module.log("restarts", float(self.restarts), batch_size=1)
 
     @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self.restarts and self.when is None:
+            rank_zero_info(f"OptimizerRestart has cleared nothing: {max(self._applied.counts)} steps were applied.")
+
+    @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._stop()
 

@@ -104,6 +104,14 @@ def test_it_is_told_once(caplog):
     assert told == ["OptimizerRestart clears exp_avg, exp_avg_sq of Adam after 3 applied steps."]
 
 
+def test_a_fit_that_ends_before_the_first_restart_says_so(caplog):
+    with caplog.at_level(logging.INFO):
+        watched(OptimizerRestart(every=1000))
+        watched(OptimizerRestart(when=lambda *_: False))
+    told = [record.message for record in caplog.records if "OptimizerRestart" in record.message]
+    assert told == ["OptimizerRestart has cleared nothing: 8 steps were applied."]
+
+
 class Accumulating(Parts):
     """What its optimizer accumulates, it has from its constructor."""
 
