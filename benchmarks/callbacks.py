@@ -28,8 +28,8 @@ from lightning_hybrid.callbacks import (
     UtilizationMonitor,
 )
 
-CONTEXT, BATCH, ACCUMULATE = 128, 8, 2
-NUM_ROUNDS, NUM_STEPS, NUM_WARM = 9, 8, 2
+CONTEXT, BATCH, ACCUMULATE = 128, 4, 2
+NUM_ROUNDS, NUM_STEPS, NUM_WARM = 21, 10, 2
 SMALL, LARGE = 1.02, 1.25  # targets: of what has nothing to compute, and of what goes over all gradients
 
 CALLBACKS: dict[str, tuple[Callable[[], list[Callback]], float]] = {
