@@ -31,9 +31,6 @@ RunStage = Callable[[ProbeRun], Result]
 """Runs the user's step as the given stage: it calls `run.run(step)` inside whatever must surround a step."""
 
 
-OF_THE_CUT = ("lightning_hybrid.parallel.", "lightning_hybrid.strategies.", "lightning_hybrid.experts.")
-
-
 @dataclass(frozen=True)
 class Stopped:
     """Why a stage could not be run.
@@ -50,8 +47,9 @@ class Stopped:
     def by(cls, error: Exception, stage: int) -> Stopped:
         """Tell by where it was raised what an exception is."""
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        # a metric of this package refuses in the user's step, and says nothing of the cut
-        ours = str(frames[-1].f_globals.get("__name__")).startswith(OF_THE_CUT)
+        raised_in = str(frames[-1].f_globals.get("__name__"))
+        # a metric refuses in the user's step, and says nothing of the cut
+        ours = raised_in.startswith("lightning_hybrid.") and not raised_in.startswith("lightning_hybrid.metrics.")
         refused = ours and not frames[-1].f_code.co_name.startswith("__torch")  # an operation that we only watch
         headline = "The model cannot be cut like this. On" if refused else "The step failed on"
         return cls(f"{headline} stage {stage}: {type(error).__name__}: {error}", refused)
