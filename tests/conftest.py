@@ -59,8 +59,18 @@ def same_numbers_in_any_order() -> None:
     torch.default_generator.manual_seed(0)  # that of torch formats a stack for devices that are not there yet
 
 
+@pytest.fixture(autouse=True, scope="module")
+def fixtures_leave_nothing_behind() -> Iterator[None]:
+    """Fixtures of a whole file run before the watch over its first test begins."""
+    yield from _watch()
+
+
 @pytest.fixture(autouse=True)
-def leaves_nothing_behind() -> Iterator[None]:
+def leaves_nothing_behind(fixtures_leave_nothing_behind: None) -> Iterator[None]:
+    yield from _watch()
+
+
+def _watch() -> Iterator[None]:
     environment, folder, names = dict(os.environ), os.getcwd(), _names(os.getcwd())
     settings = {name: read() for name, (read, _) in SETTINGS.items()}
     children, threads = _children(), set(threading.enumerate())
@@ -74,7 +84,7 @@ def leaves_nothing_behind() -> Iterator[None]:
         *(f"file in the working folder: {name}" for name in sorted(_names(folder) - names)),
     ]
     os.chdir(folder)
-    assert not leaks, "the test left behind\n  " + "\n  ".join(leaks)
+    assert not leaks, "left behind\n  " + "\n  ".join(leaks)
 
 
 def _leaked_group() -> Iterator[str]:
