@@ -407,3 +407,16 @@ def around_dump(trainer: Trainer, surroundings: Callable[[], AbstractContextMana
             return plain(connector, *args, **kwargs)
 
     vars(connector)["dump_checkpoint"] = dump_checkpoint
+
+
+def around_advance(trainer: Trainer, run: Callable[[Callable[[Any], None], Any], None]) -> Callable[[], None]:
+    """Let `run(advance, fetcher)` take the place of `advance(fetcher)`, with which a training loop runs one batch.
+
+    Hooks stand within it, where others have run already; what happens between two batches has no hook of its own.
+
+    Returns:
+        Ends that, for all who have asked.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    vars(loop)["advance"] = partial(run, loop.advance)
+    return lambda: vars(loop).pop("advance", None)

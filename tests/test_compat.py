@@ -6,6 +6,7 @@ import pickle
 import signal
 import warnings
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -666,3 +667,25 @@ def test_pieces_of_flat_parameters_are_known_and_refused_where_wholes_are_needed
         assert known == [True, True]
         assert len(refused) == 2
         assert all("Shard with fully_shard instead" in message for message in refused)
+
+
+def test_another_function_runs_the_batches_of_a_training_loop():
+    seen = []
+
+    class Around(Callback):
+        def on_fit_start(self, trainer, pl_module):
+            for name in ("inner", "outer"):
+                self.stop = compat.around_advance(trainer, partial(self.run, trainer.fit_loop, name))
+
+        def run(self, loop, name, advance, fetcher):
+            seen.append((name, loop.batch_idx))
+            advance(fetcher)
+            seen.append((name, loop.batch_idx))
+
+        def on_train_end(self, trainer, pl_module):
+            self.stop()
+
+    trainer = fit(Small(), loader(8, 4), callbacks=[Around()])
+    assert seen[:4] == [("outer", -1), ("inner", -1), ("inner", 0), ("outer", 0)]
+    assert len(seen) == 8
+    assert "advance" not in vars(trainer.fit_loop.epoch_loop)

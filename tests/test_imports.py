@@ -21,7 +21,7 @@ NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}  # documented: the und
 DOCUMENTED = NAMED_TUPLE | {"_exit"}  # ... and os._exit is documented too
 EVERYTHING = {"cli", "__init__", "__main__"}  # may import all of it
 LONGEST_FILE, LONGEST_FUNCTION = 300, 40  # lines; a function's docstring is not counted
-LONGEST_LIST = 420  # of compat.py, which is a list of unrelated short functions, and one file by rule
+LONGEST_LIST = 450  # of compat.py, which is a list of unrelated short functions, and one file by rule
 
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 
