@@ -418,5 +418,5 @@ def around_advance(trainer: Trainer, run: Callable[[Callable[[Any], None], Any],
         Ends that, for all who have asked.
     """
     loop = trainer.fit_loop.epoch_loop
-    vars(loop)["advance"] = partial(run, loop.advance)
-    return lambda: vars(loop).pop("advance", None)
+    vars(loop)["advance"] = partial(run, loop.advance)  # type: ignore[index]
+    return lambda: vars(loop).pop("advance", None)  # type: ignore[attr-defined]
