@@ -56,6 +56,12 @@ def loader_batch_size(trainer: Trainer, name: str) -> int | None:
         return size
 
 
+def dataset_size(trainer: Trainer) -> int | None:
+    """Samples of the one training loader's data set; None if it has no length."""
+    dataset = getattr(CombinedLoader(trainer.train_dataloader, "sequential").flattened[0], "dataset", None)
+    return len(dataset) if hasattr(dataset, "__len__") else None
+
+
 def count_samples(batch: Any) -> int:
     """Samples of one replica's batch.
 
