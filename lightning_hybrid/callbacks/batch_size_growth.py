@@ -286,5 +286,6 @@ class BatchSizeGrowth(Callback):
     def _give_back(self) -> None:
         """Let the Trainer have its own accumulation."""
         if self._given is not None:
-            trainer, trainer.accumulate_grad_batches = self._given
+            trainer, own = self._given
+            trainer.accumulate_grad_batches = own
         self._given, self._is_running = None, False

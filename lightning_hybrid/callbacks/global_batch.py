@@ -58,7 +58,7 @@ def loader_batch_size(trainer: Trainer, name: str) -> int | None:
 
 def dataset_size(trainer: Trainer) -> int | None:
     """Samples of the one training loader's data set; None if it has no length."""
-    dataset = getattr(CombinedLoader(trainer.train_dataloader, "sequential").flattened[0], "dataset", None)
+    dataset: Any = getattr(CombinedLoader(trainer.train_dataloader, "sequential").flattened[0], "dataset", None)
     return len(dataset) if hasattr(dataset, "__len__") else None
 
 

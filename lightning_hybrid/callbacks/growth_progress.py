@@ -86,12 +86,12 @@ class GrowthProgress:
         cap = None if plan.max_batch is None else plan.max_batch / self.units
         return level_at(self.base, self.quantum, plan.product(level), cap)
 
-    def table(self, plan: GrowthPlan) -> list[Level]:
-        """All levels; with plateaus those up to the first at which the batch is as large as it can be."""
-        last = len(plan.milestones)
+    def to_come(self, plan: GrowthPlan) -> list[Level]:
+        """The present level and all later ones; with plateaus to the first at which the batch is as large as can be."""
+        last = max(self.level, len(plan.milestones))
         while plan.has_plateaus and self.base * self.units * plan.product(last) < (plan.max_batch or 0):
             last += 1
-        return [self.at(plan, level) for level in range(last + 1)]
+        return [self.at(plan, level) for level in range(self.level, last + 1)]
 
     def next_level(self, due: int, fits: Callable[[int], bool]) -> int:
         """The furthest level that is due and whose windows can begin here; the present one if there is none."""
@@ -111,7 +111,7 @@ def check_levels(progress: GrowthProgress, plan: GrowthPlan, loader_batch: int, 
         ValueError: With the sizes.
     """
     _check_first(progress, plan)
-    for batch, _ in progress.table(plan):
+    for batch, _ in progress.to_come(plan):
         if batch % loader_batch:
             raise ValueError(
                 f"BatchSizeGrowth: a batch of {batch} samples is no whole number of loader batches of all replicas, "
