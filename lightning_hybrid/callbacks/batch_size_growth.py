@@ -14,7 +14,7 @@ from lightning_hybrid.callbacks.fit_factors import STATES, FitFactors, states_of
 from lightning_hybrid.callbacks.global_batch import (
     count_samples,
     count_tokens,
-    loader_batch_size,
+    loader_batch_of_all,
     num_replicas,
     over_replicas,
 )
@@ -158,13 +158,7 @@ class BatchSizeGrowth(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._factors.resume()
-        size = loader_batch_size(trainer, NAME)
-        known, self._loader_batch = over_replicas(trainer, int(size is not None), size or 0)
-        if known < num_replicas(trainer):
-            raise ValueError(
-                "The training loader does not say how many samples a batch has, so that BatchSizeGrowth cannot know "
-                "what grows. Give the DataLoader, or its batch sampler, a batch_size."
-            )
+        self._loader_batch = loader_batch_of_all(trainer, NAME)
         if self.plan.has_plateaus and not trainer.enable_validation:
             raise ValueError(
                 f"BatchSizeGrowth(on_plateau={self.on_plateau!r}) counts validations, and this fit has none. Give the "
@@ -179,6 +173,13 @@ class BatchSizeGrowth(Callback):
         if self.unit == "samples" or self._progress.tokens:
             self._check(trainer)
         self._is_running = True
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        before, self._loader_batch = self._loader_batch, loader_batch_of_all(trainer, NAME)
+        if self._loader_batch != before:  # loaders that are reloaded
+            self._check(trainer)
+            self._begin(trainer)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -1,5 +1,6 @@
 """Batches that grow are those that a loop written by hand is given, in every layout and after a stop."""
 
+import warnings
 from copy import deepcopy
 
 import pytest
@@ -214,6 +215,46 @@ def test_a_batch_grows_when_a_value_stops_to_improve_and_beyond_its_largest_the_
     assert_close(found, whole, rtol=0, atol=0)
     again, _ = fitted(growth, module=Validated(), max_epochs=5)  # a new fit begins anew
     assert again.steps == [(4, 1.0)] * 32 + [(8, 1.0)] * 4
+
+
+class Apart(Validated):
+    """Its values stop to improve on the first rank alone; their mean does so one epoch later."""
+
+    def validation_step(self, batch, batch_idx):
+        own = [(4.0, 5.0, 5.0), (4.0, 2.0, 4.0)][self.global_rank][self.current_epoch]
+        self.log("val_loss", torch.tensor(own), batch_size=1)
+
+
+def grown_apart():
+    growth = BatchSizeGrowth(on_plateau="val_loss", patience=1, max_batch=8)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*recommended to use `self.log")
+        seen, _ = fitted(growth, "ddp", 2, Apart(), max_epochs=3, use_distributed_sampler=False)
+    return growth.state_dict()["progress"], seen.steps
+
+
+def test_replicas_grow_together_by_the_mean_of_what_they_have():
+    (first, steps), (second, others) = run_trainers(2, grown_apart)
+    assert first == second
+    assert (first["best"], first["grown"]) == (3.5, 1)
+    assert steps == others == [(4, 1.0)] * 24
+
+
+class Reloading(Net):
+    """Its loader has batches of four, and then of eight."""
+
+    def train_dataloader(self):
+        return loader(SAMPLES, 4 if self.current_epoch < 2 else 8)
+
+
+def test_loaders_that_change_are_accumulated_to_the_same_batches():
+    seen = Seen()
+    options = {"max_epochs": 3, "log_every_n_steps": 1, "reload_dataloaders_every_n_epochs": 1}
+    trainer = trainer_of(callbacks=[BatchSizeGrowth([1]), seen], **options)
+    trainer.fit(Reloading())
+    plan = [(4, 1.0)] * 8 + [(8, 1.0)] * 8
+    assert seen.steps == plan
+    assert_close(dict(weights(trainer)), by_hand(plan), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("cap", [None, 8])
