@@ -156,7 +156,6 @@ class BatchSizeGrowth(Callback):
         self._factors.attach(trainer, NAME)
         if self._replaces_schedule:
             check_schedulers(trainer)
-
         self._sharing.attach(self._grow)
 
     @override
