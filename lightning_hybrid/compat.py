@@ -420,3 +420,16 @@ def around_advance(trainer: Trainer, run: Callable[[Callable[[Any], None], Any],
     loop = trainer.fit_loop.epoch_loop
     vars(loop)["advance"] = partial(run, loop.advance)  # type: ignore[index]
     return lambda: vars(loop).pop("advance", None)  # type: ignore[attr-defined]
+
+
+def logged(trainer: Trainer) -> dict[str, Metric]:
+    """What a training epoch has logged so far, by hook and name, with sums over its batches; changes as it goes on."""
+    results: dict[str, Metric] = trainer.fit_loop.epoch_loop._results
+    return results
+
+
+def forget_unscaled(precision: Precision) -> None:
+    """Let a scaler forget that gradients have been unscaled, of a step that ended with neither step nor update."""
+    scaler = getattr(precision, "scaler", None)
+    if scaler is not None:
+        scaler._per_optimizer_states.clear()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.functional.noise_scale import GradientSums
@@ -37,6 +38,18 @@ class MeasuredStrategy(StatefulStrategy):
     def awaits_optimizer_states(self) -> bool:
         """Whether states of optimizers that a checkpoint has are still to be loaded, with the first batch."""
         return self.assembly.awaits_states
+
+    def held_parameters(self) -> dict[str, nn.Parameter]:
+        """What this rank has of the parameters, by names of the unmodified module, as the optimizers have it."""
+        return self.assembly.engine.named_parameters()
+
+    def when_settled(self, call: Callable[[], object]) -> None:
+        """Call when it is settled what this rank has: at once, or before the first batch of training is computed."""
+        accumulates = self.assembly.module.trainer.accumulate_grad_batches > 1
+        if self.assembly.engine.ownership is not None or (self.assembly.is_plain and not accumulates):
+            call()
+        else:
+            self.assembly.when_settled.append(call)
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
         """2-norm of the gradients of the whole model; all ranks must call it, as in `on_before_optimizer_step`.

@@ -1,0 +1,329 @@
+"""Runs that go back before a loss that has collapsed, leave out the batches that it collapsed on, and go on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from math import isfinite, nan
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_hybrid.callbacks.arguments import check_whole
+from lightning_hybrid.callbacks.callback_states import refuse_others
+from lightning_hybrid.callbacks.feeds import refuse_own_fetching
+from lightning_hybrid.callbacks.first_not_finite import FirstNotFinite, Found
+from lightning_hybrid.callbacks.going_back import BadWindow, Course, Diverged, Retry
+from lightning_hybrid.callbacks.rate_factors import RateFactors
+from lightning_hybrid.callbacks.rollback_audit import RollbackAudit
+from lightning_hybrid.callbacks.step_values import step_values
+from lightning_hybrid.compat import around_advance
+from lightning_hybrid.functional.divergence import SpikeWindow, not_finite
+from lightning_hybrid.optim.restarting import forget_all, made_by_constructor
+
+
+class DivergenceRollback(Callback):
+    """Goes back before a step whose loss or gradients have collapsed, leaves its batches out, and trains on.
+
+    All ranks judge the loss and the 2-norm of the gradients of each step, over all replicas, before its update. If it is
+    bad, the run is put back to a snapshot (parameters, optimizer, loss scale, schedules, states of callbacks, random
+    streams), trains on the good batches since then once more, and passes over the bad ones on every replica. The weights
+    are those of a run that never had these batches. A step that a loss scaler skips is not judged.
+
+    Args:
+        detector: "nan" for a loss or norm that is not finite; "spike" also for one far above those of the last steps;
+            or a function of both that says whether the run has diverged.
+        keep: Snapshots in host memory.
+        snapshot_every: Steps from one to the next. One more is taken at the beginning of an epoch and after each
+            validation, over which nothing goes back. The batches since the oldest are in host memory too.
+        skip_batches: Batches of each replica that are left out, the last of them that in which the collapse was seen,
+            rounded up to whole steps; None leaves out those of that step.
+        max_retries: Times in a row that a run may go back; after `snapshot_every` good steps the count begins anew.
+            Each further time it goes back to an older snapshot, if there is one.
+        on_retry: What to do before training goes on: "lower_lr" multiplies learning rates by `lr_factor`, for the rest
+            of the run; "restart_optimizer" clears the optimizer's state; a function gets (trainer, module, retry).
+        lr_factor: Of "lower_lr".
+        window: Good steps that "spike" compares with.
+        threshold: Robust standard deviations above their median from which on "spike" calls a step bad.
+        audit: File with a line for each time that the run went back; None is "divergence.csv" in `default_root_dir`.
+
+    Attributes:
+        retries: Times in a row.
+        rollbacks: Times altogether.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Source: Chowdhery et al. 2022, arXiv:2204.02311, section 5.1; Zhang et al. 2022, arXiv:2205.01068, section 2.5.
+    """
+
+    def __init__(
+        self,
+        detector: Literal["nan", "spike"] | Callable[[float, float], bool] = "nan",
+        keep: int = 2,
+        snapshot_every: int = 100,
+        skip_batches: int | None = None,
+        max_retries: int = 3,
+        on_retry: Literal["lower_lr", "restart_optimizer"]
+        | Callable[[Trainer, LightningModule, int], Any]
+        | None = None,
+        lr_factor: float = 0.5,
+        window: int = 50,
+        threshold: float = 10.0,
+        audit: str | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("keep", keep), ("snapshot_every", snapshot_every), ("max_retries", max_retries)):
+            check_whole(name, value, 1)
+        if skip_batches is not None:
+            check_whole("skip_batches", skip_batches, 1)
+        if detector not in ("nan", "spike") and not callable(detector):
+            raise ValueError(f"detector={detector!r} must be 'nan', 'spike' or a function of loss and gradient norm.")
+        if on_retry not in (None, "lower_lr", "restart_optimizer") and not callable(on_retry):
+            raise ValueError(f"on_retry={on_retry!r} must be None, 'lower_lr', 'restart_optimizer' or a function.")
+        if isinstance(lr_factor, bool) or not isinstance(lr_factor, int | float) or not 0 < lr_factor < 1:
+            raise ValueError(f"lr_factor={lr_factor!r} must be above 0 and below 1.")
+        self.detector, self.keep, self.snapshot_every = detector, keep, snapshot_every
+        self.skip_batches, self.max_retries, self.on_retry, self.lr_factor = (
+            skip_batches,
+            max_retries,
+            on_retry,
+            lr_factor,
+        )
+        self.audit = audit
+        self._spikes = SpikeWindow(window, threshold)
+        self.retries = self.rollbacks = self._healthy_from = 0
+        self._rate = 1.0
+        self._left_out: list[tuple[int, int, int]] = []
+        self._losses: list[Tensor] = []
+        self._course: Course | None = None
+        self._searching = False
+        self._stop: Callable[[], object] | None = None
+        self._made: list[Any] = []
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self.retries = self.rollbacks = self._healthy_from = 0
+            self._rate, self._left_out = 1.0, []
+            self._spikes.clear()
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        refuse_own_fetching(pl_module, "DivergenceRollback")
+        strategy, kind = trainer.strategy, type(trainer.strategy).__name__
+        if not pl_module.automatic_optimization:
+            raise ValueError(
+                f"{type(pl_module).__name__} optimizes manually: DivergenceRollback cannot leave a step before its "
+                "update, with code of the module around it. Set automatic_optimization, or remove DivergenceRollback."
+            )
+        if not hasattr(strategy, "held_parameters") and not isinstance(
+            strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy
+        ):
+            raise ValueError(
+                f"DivergenceRollback does not know where {kind} has its parameters and optimizer states. Use "
+                "strategy='hybrid_ptdp', with zero_stage=1, 2 or 3 for shards, 'ddp' or 'auto'."
+            )
+        others = [each for each in trainer.callbacks if isinstance(each, DivergenceRollback)]  # type: ignore[attr-defined]
+        if len(others) > 1:
+            raise ValueError(
+                f"There are {len(others)} callbacks DivergenceRollback, and a run goes back once. Keep one."
+            )
+        refuse_others(trainer, type(self).__name__)
+        if self.on_retry == "restart_optimizer":
+            self._made = [made_by_constructor(optimizer) for optimizer in trainer.optimizers]
+        if self.on_retry == "lower_lr":
+            for optimizer in trainer.optimizers:
+                RateFactors.of(optimizer)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        path = self.audit or os.path.join(trainer.default_root_dir, "divergence.csv")
+        self._audit = RollbackAudit(path)
+        decide = partial(self._decide, trainer, pl_module)
+        self._course = Course(trainer, pl_module, keep=self.keep, every=self.snapshot_every, decide=decide)
+        self._course.left_out = list(self._left_out)
+        self._stop = around_advance(trainer, self._run)
+        self._lower(trainer)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stale()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stale()
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self._losses = []
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self._losses.append(loss.detach())
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._searching:
+            raise Diverged(nan, nan, "once more")
+        values = step_values(trainer, optimizer, self._losses)
+        if values is None:  # the loss scaler is about to skip the step
+            return
+        loss, norm = values
+        reason = self._judge(loss, norm)
+        if trainer.strategy.reduce_boolean_decision(bool(reason), all=False):
+            raise Diverged(loss, norm, reason or "another rank says so")
+        self._spikes.add(loss, norm)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.rollbacks:
+            rank_zero_info(f"DivergenceRollback went back {self.rollbacks} time(s); see {self._audit.path}.")
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._end(trainer)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._end(trainer)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        course = self._course
+        left_out = course.left_out if course is not None else self._left_out
+        return {
+            "retries": self.retries,
+            "rollbacks": self.rollbacks,
+            "healthy_from": self._healthy_from,
+            "rate": self._rate,
+            "left_out": [list(each) for each in left_out],
+            "spikes": self._spikes.state_dict(),
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.retries, self.rollbacks = state_dict["retries"], state_dict["rollbacks"]
+        self._healthy_from, self._rate = state_dict["healthy_from"], state_dict["rate"]
+        self._left_out = [tuple(each) for each in state_dict["left_out"]]
+        self._spikes.load_state_dict(state_dict["spikes"])
+
+    def _run(self, advance: Callable[[Any], None], fetcher: Any) -> None:
+        assert self._course is not None
+        self._advance = advance
+        self._course.run(advance, fetcher)
+
+    def _stale(self) -> None:
+        if self._course is not None:
+            self._course.is_stale = True
+
+    def _judge(self, loss: float, norm: float) -> str:
+        if callable(self.detector):
+            return "the detector says so" if self.detector(loss, norm) else ""
+        return self._spikes.judge(loss, norm) if self.detector == "spike" else not_finite(loss, norm)
+
+    def _decide(self, trainer: Trainer, pl_module: LightningModule, bad: BadWindow) -> Retry:
+        """Where to go back to.
+
+        Raises:
+            RuntimeError: If the run has gone back often enough, or there is nothing to go back to.
+        """
+        course = self._course
+        assert course is not None
+        step = int(trainer.global_step)
+        self.retries = self.retries + 1 if step < self._healthy_from else 1
+        self._healthy_from = step + self.snapshot_every
+        first = self._first_left_out(trainer, bad)
+        older = [snapshot for snapshot in course.snapshots if snapshot.batch <= first]
+        snapshot = older[-min(self.retries, len(older))] if older else None
+        goes_on = snapshot is not None and self.retries <= self.max_retries
+        culprit = self._culprit(trainer, pl_module, bad)
+        self._audit.add(
+            trainer,
+            retry=self.retries,
+            epoch=trainer.current_epoch,
+            step=step,
+            batches=(first, bad.stop),
+            back_to_step=snapshot.step if snapshot is not None else None,
+            error=bad.error,
+            culprit=culprit,
+            action=self._action if goes_on else "stopped",
+        )
+        if snapshot is None or not goes_on:
+            raise RuntimeError(self._used_up(snapshot is not None))
+        self.rollbacks += 1
+        return Retry(snapshot, first, partial(self._then, trainer, pl_module))
+
+    def _first_left_out(self, trainer: Trainer, bad: BadWindow) -> int:
+        """First batch that is left out: `skip_batches` end with the bad window, in whole windows."""
+        assert self._course is not None
+        size = trainer.accumulate_grad_batches
+        more = max(0, (self.skip_batches or 0) - (bad.stop - bad.first))
+        oldest = self._course.snapshots[0].batch if self._course.snapshots else bad.first
+        return max(bad.first - -(-more // size) * size, oldest)
+
+    def _culprit(self, trainer: Trainer, pl_module: LightningModule, bad: BadWindow) -> Found | None:
+        """Run the window again, to see which module's output is the first that is not finite."""
+        if isfinite(bad.error.loss) and isfinite(bad.error.norm):
+            return None
+        assert self._course is not None
+        self._searching = True
+        try:
+            with FirstNotFinite(trainer, pl_module) as search:
+                self._course.run_again(self._advance, bad)
+            return search.found()
+        finally:
+            self._searching = False
+
+    @property
+    def _action(self) -> str:
+        return self.on_retry if isinstance(self.on_retry, str) else getattr(self.on_retry, "__name__", "go on")
+
+    def _then(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.on_retry == "lower_lr":
+            self._rate *= self.lr_factor
+            self._lower(trainer)
+        elif self.on_retry == "restart_optimizer":
+            for optimizer, made in zip(trainer.optimizers, self._made, strict=True):
+                forget_all(optimizer, made)
+        elif self.on_retry is not None:
+            assert callable(self.on_retry)
+            self.on_retry(trainer, pl_module, self.retries)
+
+    def _lower(self, trainer: Trainer) -> None:
+        if self._rate != 1:
+            for optimizer in trainer.optimizers:
+                RateFactors.of(optimizer).set(self, self._rate)
+
+    def _used_up(self, has_snapshot: bool) -> str:
+        history = self._audit.history()
+        if not has_snapshot:
+            return (
+                "The run has diverged, and there is no snapshot to go back to: it was resumed within an accumulation "
+                f"window, whose end is the first step. Resume from an older checkpoint.\n{history}"
+            )
+        return (
+            f"The run has diverged {self.retries} times within {self.snapshot_every} steps, and max_retries="
+            f"{self.max_retries}. Leave out more (skip_batches), lower the learning rate (on_retry='lower_lr'), or look "
+            f"at the data and the module that is named.\n{history}"
+        )
+
+    def _end(self, trainer: Trainer) -> None:
+        if self._stop is not None:
+            self._stop()
+            self._stop = None
+        if self._course is not None:
+            self._left_out = self._course.left_out
+            self._course.end()
+            self._course = None
+        if self.on_retry == "lower_lr":
+            for optimizer in trainer.optimizers:
+                RateFactors.of(optimizer).give_back()
+                RateFactors.of(optimizer).remove(self)
