@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import Tensor, nn
 
@@ -28,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.plugins import Precision
     from lightning.pytorch.strategies import Strategy
     from torch.distributed.tensor import DTensor
@@ -433,3 +434,8 @@ def forget_unscaled(precision: Precision) -> None:
     scaler = getattr(precision, "scaler", None)
     if scaler is not None:
         scaler._per_optimizer_states.clear()
+
+
+def averaged_model(callback: Callback) -> nn.Module | None:
+    """The average that a `WeightAveraging` keeps of the weights; its state has nothing of it."""
+    return getattr(callback, "_average_model", None) if isinstance(callback, WeightAveraging) else None

@@ -9,19 +9,16 @@ from math import isfinite, nan
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hybrid.callbacks.arguments import check_whole
-from lightning_hybrid.callbacks.callback_states import refuse_others
-from lightning_hybrid.callbacks.feeds import refuse_own_fetching
 from lightning_hybrid.callbacks.first_not_finite import FirstNotFinite, Found
 from lightning_hybrid.callbacks.going_back import BadWindow, Course, Diverged, Retry
 from lightning_hybrid.callbacks.rate_factors import RateFactors
 from lightning_hybrid.callbacks.rollback_audit import RollbackAudit
+from lightning_hybrid.callbacks.rollback_checks import check_arguments, refuse_runs
 from lightning_hybrid.callbacks.step_values import step_values
 from lightning_hybrid.compat import around_advance
 from lightning_hybrid.functional.divergence import SpikeWindow, not_finite
@@ -31,10 +28,10 @@ from lightning_hybrid.optim.restarting import forget_all, made_by_constructor
 class DivergenceRollback(Callback):
     """Goes back before a step whose loss or gradients have collapsed, leaves its batches out, and trains on.
 
-    All ranks judge the loss and the 2-norm of the gradients of each step, over all replicas, before its update. If it is
-    bad, the run is put back to a snapshot (parameters, optimizer, loss scale, schedules, states of callbacks, random
-    streams), trains on the good batches since then once more, and passes over the bad ones on every replica. The weights
-    are those of a run that never had these batches. A step that a loss scaler skips is not judged.
+    All ranks judge the loss and the 2-norm of the gradients of each step, over all replicas, before its update. If it
+    is bad, the run is put back to a snapshot (parameters, optimizer, loss scale, schedules, states of callbacks, random
+    streams), trains on the good batches since then once more, and passes over the bad ones on every replica. The
+    weights are those of a run that never had these batches. A step that a loss scaler skips is not judged.
 
     Args:
         detector: "nan" for a loss or norm that is not finite; "spike" also for one far above those of the last steps;
@@ -51,6 +48,8 @@ class DivergenceRollback(Callback):
         lr_factor: Of "lower_lr".
         window: Good steps that "spike" compares with.
         threshold: Robust standard deviations above their median from which on "spike" calls a step bad.
+        checkpoint_dir: Folder, shared by all ranks, of checkpoints that take the place of parameters and optimizer
+            states in host memory. They are removed when the run ends well; after a failure they can be resumed from.
         audit: File with a line for each time that the run went back; None is "divergence.csv" in `default_root_dir`.
 
     Attributes:
@@ -62,6 +61,8 @@ class DivergenceRollback(Callback):
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, section 5.1; Zhang et al. 2022, arXiv:2205.01068, section 2.5.
     """
+
+    goes_back = False  # what it has done stays
 
     def __init__(
         self,
@@ -76,19 +77,11 @@ class DivergenceRollback(Callback):
         lr_factor: float = 0.5,
         window: int = 50,
         threshold: float = 10.0,
+        checkpoint_dir: str | None = None,
         audit: str | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("keep", keep), ("snapshot_every", snapshot_every), ("max_retries", max_retries)):
-            check_whole(name, value, 1)
-        if skip_batches is not None:
-            check_whole("skip_batches", skip_batches, 1)
-        if detector not in ("nan", "spike") and not callable(detector):
-            raise ValueError(f"detector={detector!r} must be 'nan', 'spike' or a function of loss and gradient norm.")
-        if on_retry not in (None, "lower_lr", "restart_optimizer") and not callable(on_retry):
-            raise ValueError(f"on_retry={on_retry!r} must be None, 'lower_lr', 'restart_optimizer' or a function.")
-        if isinstance(lr_factor, bool) or not isinstance(lr_factor, int | float) or not 0 < lr_factor < 1:
-            raise ValueError(f"lr_factor={lr_factor!r} must be above 0 and below 1.")
+        check_arguments(keep, snapshot_every, skip_batches, max_retries, detector, on_retry, lr_factor)
         self.detector, self.keep, self.snapshot_every = detector, keep, snapshot_every
         self.skip_batches, self.max_retries, self.on_retry, self.lr_factor = (
             skip_batches,
@@ -96,7 +89,7 @@ class DivergenceRollback(Callback):
             on_retry,
             lr_factor,
         )
-        self.audit = audit
+        self.checkpoint_dir, self.audit = checkpoint_dir, audit
         self._spikes = SpikeWindow(window, threshold)
         self.retries = self.rollbacks = self._healthy_from = 0
         self._rate = 1.0
@@ -116,26 +109,12 @@ class DivergenceRollback(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        refuse_own_fetching(pl_module, "DivergenceRollback")
-        strategy, kind = trainer.strategy, type(trainer.strategy).__name__
-        if not pl_module.automatic_optimization:
-            raise ValueError(
-                f"{type(pl_module).__name__} optimizes manually: DivergenceRollback cannot leave a step before its "
-                "update, with code of the module around it. Set automatic_optimization, or remove DivergenceRollback."
-            )
-        if not hasattr(strategy, "held_parameters") and not isinstance(
-            strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy
-        ):
-            raise ValueError(
-                f"DivergenceRollback does not know where {kind} has its parameters and optimizer states. Use "
-                "strategy='hybrid_ptdp', with zero_stage=1, 2 or 3 for shards, 'ddp' or 'auto'."
-            )
+        refuse_runs(trainer, pl_module, saves=self.checkpoint_dir is not None)
         others = [each for each in trainer.callbacks if isinstance(each, DivergenceRollback)]  # type: ignore[attr-defined]
         if len(others) > 1:
             raise ValueError(
                 f"There are {len(others)} callbacks DivergenceRollback, and a run goes back once. Keep one."
             )
-        refuse_others(trainer, type(self).__name__)
         if self.on_retry == "restart_optimizer":
             self._made = [made_by_constructor(optimizer) for optimizer in trainer.optimizers]
         if self.on_retry == "lower_lr":
@@ -147,7 +126,8 @@ class DivergenceRollback(Callback):
         path = self.audit or os.path.join(trainer.default_root_dir, "divergence.csv")
         self._audit = RollbackAudit(path)
         decide = partial(self._decide, trainer, pl_module)
-        self._course = Course(trainer, pl_module, keep=self.keep, every=self.snapshot_every, decide=decide)
+        options: dict[str, Any] = {"keep": self.keep, "every": self.snapshot_every, "folder": self.checkpoint_dir}
+        self._course = Course(trainer, pl_module, **options, decide=decide)
         self._course.left_out = list(self._left_out)
         self._stop = around_advance(trainer, self._run)
         self._lower(trainer)
@@ -189,11 +169,11 @@ class DivergenceRollback(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._end(trainer)
+        self._end(trainer, failed=False)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._end(trainer)
+        self._end(trainer, failed=True)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -250,10 +230,12 @@ class DivergenceRollback(Callback):
             retry=self.retries,
             epoch=trainer.current_epoch,
             step=step,
-            batches=(first, bad.stop),
+            batches=f"{first}-{bad.stop - 1}" if bad.stop - first > 1 else str(first),
             back_to_step=snapshot.step if snapshot is not None else None,
-            error=bad.error,
-            culprit=culprit,
+            reason=bad.error.reason,
+            loss=bad.error.loss,
+            gradient_norm=bad.error.norm,
+            **({} if culprit is None else culprit.shown(bad.first)),
             action=self._action if goes_on else "stopped",
         )
         if snapshot is None or not goes_on:
@@ -311,17 +293,17 @@ class DivergenceRollback(Callback):
             )
         return (
             f"The run has diverged {self.retries} times within {self.snapshot_every} steps, and max_retries="
-            f"{self.max_retries}. Leave out more (skip_batches), lower the learning rate (on_retry='lower_lr'), or look "
-            f"at the data and the module that is named.\n{history}"
+            f"{self.max_retries}. Leave out more (skip_batches), lower the learning rate (on_retry='lower_lr'), or "
+            f"look at the data and the module that is named.\n{history}"
         )
 
-    def _end(self, trainer: Trainer) -> None:
+    def _end(self, trainer: Trainer, *, failed: bool) -> None:
         if self._stop is not None:
             self._stop()
             self._stop = None
         if self._course is not None:
             self._left_out = self._course.left_out
-            self._course.end()
+            self._course.end(failed=failed)
             self._course = None
         if self.on_retry == "lower_lr":
             for optimizer in trainer.optimizers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ class Course:
         pl_module: Its module.
         keep: Number of snapshots.
         every: Applied steps from one to the next.
+        folder: Of checkpoints in their place; None for snapshots in memory.
         decide: What to do about a bad window; raises if there is nothing to be done.
 
     Attributes:
@@ -81,9 +83,11 @@ class Course:
         *,
         keep: int,
         every: int,
+        folder: str | None,
         decide: Callable[[BadWindow], Retry],
     ) -> None:
         self._trainer, self._module, self._keep, self._every, self._decide = trainer, pl_module, keep, every, decide
+        self._folder = folder
         self._batches, self._copies = KeptBatches(trainer.strategy.root_device), HostCopies()
         self.snapshots: list[RunSnapshot] = []
         self.left_out: list[tuple[int, int, int]] = []
@@ -115,9 +119,10 @@ class Course:
         with unheard(self._trainer), suppress(Diverged):
             self._train(advance, kept)
 
-    def end(self) -> None:
-        """Forget everything."""
-        self._forget()
+    def end(self, *, failed: bool) -> None:
+        """Forget everything; checkpoints of a run that has failed stay, to be resumed from."""
+        if not failed or self._folder is None:
+            self._forget()
 
     @property
     def _progress(self) -> Any:
@@ -151,7 +156,9 @@ class Course:
         self.is_stale = False
         while len(self.snapshots) >= self._keep:
             self.snapshots.pop(0).drop()
-        self.snapshots.append(RunSnapshot(self._trainer, self._module, self._copies))
+        name = f"rollback-epoch={self._trainer.current_epoch}-step={self._trainer.global_step}.ckpt"
+        path = None if self._folder is None else os.path.join(self._folder, name)
+        self.snapshots.append(RunSnapshot(self._trainer, self._module, self._copies, path))
         self._batches.drop(below=self.snapshots[0].batch)
 
     def _pass_left_out(self, fetcher: Any) -> bool:

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.callbacks.callback_states import kept_states, put_back
-from lightning_hybrid.compat import forget_unscaled, logged
+from lightning_hybrid.callbacks.rate_factors import RateFactors
+from lightning_hybrid.compat import averaged_model, forget_unscaled, logged
 from lightning_hybrid.functional.trees import leaves_of
 from lightning_hybrid.optim.wholes import local
 from lightning_hybrid.parallel.pipeline.snapshot import ModuleState
@@ -70,6 +71,7 @@ class RunSnapshot:
         trainer: Within an epoch of `fit`, between two steps of the optimizer.
         pl_module: Its module.
         copies: Memory for parameters and optimizer states.
+        path: Of a checkpoint that is saved to have these instead; None keeps them in memory.
 
     Attributes:
         batch: Batches of the epoch before it.
@@ -77,8 +79,8 @@ class RunSnapshot:
         stepped: Steps that loggers had counted.
     """
 
-    def __init__(self, trainer: Trainer, pl_module: LightningModule, copies: HostCopies) -> None:
-        self._trainer, self._module, self._copies = trainer, pl_module, copies
+    def __init__(self, trainer: Trainer, pl_module: LightningModule, copies: HostCopies, path: str | None) -> None:
+        self._trainer, self._module, self._copies, self._path = trainer, pl_module, copies, path
         loop = trainer.fit_loop.epoch_loop
         self.batch, self.step = int(loop.batch_progress.current.ready), int(trainer.global_step)
         counts: list[Any] = [
@@ -92,11 +94,15 @@ class RunSnapshot:
         ]
         self._precision = deepcopy(trainer.precision_plugin.state_dict())
         self._callbacks = kept_states(trainer)
+        known = [factors for each in trainer.optimizers if (factors := RateFactors.known(each)) is not None]
+        self._factors = [(factors, factors.state_dict()) for factors in known]
         self._logged = {name: ModuleState(metric) for name, metric in logged(trainer).items()}
         self._random = random_state(trainer.strategy.root_device)
         self._parameters: list[tuple[Tensor, Tensor]] = []
         self._optimizers: list[tuple[Optimizer, list[dict[str, Saved]], dict[Any, dict[Any, Saved]]]] = []
-        self._state: ModuleState | None = None
+        self._states: list[ModuleState] = []
+        if path is not None:
+            trainer.save_checkpoint(path)
         settled: Callable[..., Any] | None = getattr(trainer.strategy, "when_settled", None)
         self._keep_model() if settled is None else settled(self._keep_model)
 
@@ -108,9 +114,16 @@ class RunSnapshot:
     @torch.no_grad()
     def put_back(self) -> None:
         """Make the run as it was; any number of times."""
-        trainer, names = self._trainer, self._logged
-        assert self._state is not None
-        self._state.put_back()
+        self._put_model_back()
+        self._put_counts_back()
+        put_back(self._callbacks)
+        set_random_state(self._random, self._trainer.strategy.root_device)
+
+    def _put_model_back(self) -> None:
+        for module in self._states:
+            module.put_back()
+        if self._path is not None:
+            self._load(self._path)
         for parameter, copy in self._parameters:
             local(parameter.detach()).copy_(copy)
         for optimizer, groups, states in self._optimizers:
@@ -120,23 +133,37 @@ class RunSnapshot:
             optimizer.state.clear()
             for key, entries in states.items():
                 optimizer.state[key] = {name: entry.put_back() for name, entry in entries.items()}
-        forget_unscaled(trainer.precision_plugin)
-        trainer.precision_plugin.load_state_dict(deepcopy(self._precision))
-        for scheduler, state in self._schedulers:
-            scheduler.load_state_dict(deepcopy(state))
-        for count, state in self._counts:
-            count.load_state_dict(deepcopy(state))
-        trainer.fit_loop.epoch_loop.on_load_checkpoint(self._loop)
-        results = logged(trainer)
-        for name in [name for name in results if name not in names]:
+        for factors, state in self._factors:
+            factors.give_back()
+            factors.load_state_dict(state)
+
+    def _load(self, path: str) -> None:
+        strategy: Any = self._trainer.strategy
+        for optimizer in self._trainer.optimizers:
+            optimizer.zero_grad()
+        if hasattr(strategy, "load_again"):
+            strategy.load_again(path)
+            return
+        checkpoint = strategy.load_checkpoint(path, weights_only=False)
+        strategy.load_model_state_dict(checkpoint)
+        strategy.load_optimizer_state_dict(checkpoint)
+
+    def _put_counts_back(self) -> None:
+        precision, results = self._trainer.precision_plugin, logged(self._trainer)
+        forget_unscaled(precision)
+        precision.load_state_dict(deepcopy(self._precision))
+        for owner, state in (*self._schedulers, *self._counts):
+            owner.load_state_dict(deepcopy(state))
+        self._trainer.fit_loop.epoch_loop.on_load_checkpoint(self._loop)
+        for name in [name for name in results if name not in self._logged]:
             del results[name]
-        for kept in names.values():
+        for kept in self._logged.values():
             kept.put_back()
-        put_back(trainer, self._callbacks)
-        set_random_state(self._random, trainer.strategy.root_device)
 
     def drop(self) -> None:
-        """Give its memory back."""
+        """Give its memory back, and remove its checkpoint."""
+        if self._path is not None:
+            self._trainer.strategy.remove_checkpoint(self._path)
         self._copies.give_back(self._memory)
         self._parameters, self._optimizers = [], []
 
@@ -152,10 +179,15 @@ class RunSnapshot:
 
     @torch.no_grad()
     def _keep_model(self) -> None:
-        self._state = ModuleState(self._module)
+        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
+        averages = [average for each in callbacks if (average := averaged_model(each)) is not None]
+        self._states = [ModuleState(module) for module in (self._module, *averages)]
+        if self._path is not None:
+            return
         held = getattr(self._trainer.strategy, "held_parameters", None)
-        named = dict(self._module.named_parameters()) if held is None else held()
-        self._parameters = [(parameter, self._copies.take(parameter)) for parameter in named.values()]
+        parameters = list(self._module.parameters() if held is None else held().values())
+        parameters += [parameter for average in averages for parameter in average.parameters()]
+        self._parameters = [(parameter, self._copies.take(parameter)) for parameter in parameters]
         self._optimizers = [(each, *self._kept(each)) for each in self._trainer.optimizers]
 
     def _kept(self, optimizer: Optimizer) -> tuple[list[dict[str, Saved]], dict[Any, dict[Any, Saved]]]:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.functional.noise_scale import GradientSums
 from lightning_hybrid.parallel.checkpoint.parts import Part, part_of
+from lightning_hybrid.parallel.passes_under_way import PassesUnderWay
 from lightning_hybrid.parallel.pipeline.executor import Event
 from lightning_hybrid.parallel.small_gradients import SmallGradients
 from lightning_hybrid.parallel.zero.measuring import own_passes
@@ -42,6 +43,11 @@ class MeasuredStrategy(StatefulStrategy):
     def held_parameters(self) -> dict[str, nn.Parameter]:
         """What this rank has of the parameters, by names of the unmodified module, as the optimizers have it."""
         return self.assembly.engine.named_parameters()
+
+    def watch_passes(self) -> PassesUnderWay | None:
+        """Follow which micro-batch is computed for which stage; None where batches are not cut."""
+        accumulates = self.assembly.module.trainer.accumulate_grad_batches > 1
+        return None if self.assembly.is_plain and not accumulates else PassesUnderWay(self.assembly.engine)
 
     def when_settled(self, call: Callable[[], object]) -> None:
         """Call when it is settled what this rank has: at once, or before the first batch of training is computed."""

@@ -3,13 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_hybrid.callbacks import DivergenceRollback
 from tests.launch import run_trainers
-from tests.small import Block, Small, fit, hybrid, samples, weights
+from tests.small import Small, hybrid, samples, trainer_of, weights
 
 SIZE = 4  # samples of a batch over all replicas
 
@@ -64,10 +63,11 @@ class Stateful(Scheduled):
         return super().training_step(batch, batch_idx)
 
 
-def run(model, loader, callback=None, strategy="auto", **options):
+def run(model, loader, *callbacks, strategy="auto", resume=None, **options):
     torch.manual_seed(1)
-    callbacks = [callback] if callback is not None else []
-    return fit(model(), loader, strategy, callbacks=callbacks, **options)
+    trainer = trainer_of(strategy, callbacks=list(callbacks), **options)
+    trainer.fit(model(), loader, ckpt_path=resume)
+    return trainer
 
 
 def compared(found, expected, rtol=0.0):
@@ -104,19 +104,8 @@ def rolled_back(make, poisoned, replicas, options, common):
     """On a rank: the weights, and how often the run went back."""
     callback = DivergenceRollback(**options)
     loader = data(poisoned=poisoned, replicas=replicas)
-    trainer = run(Scheduled, loader, callback, make(), use_distributed_sampler=False, **common)
+    trainer = run(Scheduled, loader, callback, strategy=make(), use_distributed_sampler=False, **common)
     return weights(trainer), callback.rollbacks, trainer.global_step
-
-
-def ddp():
-    return "ddp"
-
-
-def layout_of(**options):
-    def make():
-        return hybrid(**options)
-
-    return make
 
 
 LAYOUTS = {
@@ -153,3 +142,21 @@ def test_layouts(name, tmp_path):
         assert steps == clean.global_step
         if found:
             compared(found, dict(weights(clean)), rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["one process", "zero 3", "zero 1", "interleaved", "ddp"])
+def test_checkpoints_for_snapshots(name, tmp_path):
+    folder = tmp_path / "snapshots"
+    settings = {"snapshot_every": 2, "checkpoint_dir": str(folder), "audit": str(tmp_path / "audit.csv")}
+    clean = run(Scheduled, data(without=[1, 6]), max_epochs=2)
+    if name == "one process":
+        found = weights(run(Scheduled, data(poisoned=[1, 6]), DivergenceRollback(**settings), max_epochs=2))
+    else:
+        options, size = LAYOUTS.get(name, (None, 2))
+        replicas = size // (options or {}).get("pipeline", 1)
+        found, _, steps = run_trainers(size, rolled_back, Made(options), [1, 6], replicas, settings, {"max_epochs": 2})[
+            0
+        ]
+        assert steps == clean.global_step
+    compared(found, dict(weights(clean)), rtol=0.0 if name == "one process" else 1e-9)
+    assert not list(folder.iterdir())

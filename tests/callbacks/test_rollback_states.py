@@ -1,0 +1,84 @@
+"""What else a run goes back with: other callbacks, what is logged and saved, validations, loss scales."""
+
+import csv
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_hybrid.callbacks import (
+    DivergenceRollback,
+    GradientNoise,
+    GradientNoiseScaleMonitor,
+    LearningRateScaling,
+    LearningRateWarmup,
+    OptimizerRestart,
+)
+from tests.callbacks.test_divergence_rollback import Scheduled, Stateful, compared, data
+from tests.small import fit, weights
+
+STATEFUL = {
+    "scaling": lambda: [LearningRateScaling(8, "sqrt")],
+    "warmup": lambda: [LearningRateWarmup(steps=9)],
+    "warmup by samples": lambda: [LearningRateWarmup(samples=40)],
+    "restart": lambda: [OptimizerRestart(every=5, rewarm=3)],
+    "noise": lambda: [GradientNoise(eta=0.01)],
+    "noise scale": lambda: [GradientNoiseScaleMonitor()],
+    "average": lambda: [WeightAveraging()],
+}
+STATEFUL["all"] = lambda: [each for name in STATEFUL if name != "all" for each in STATEFUL[name]()]
+
+
+class Logged(Scheduled):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=4)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+
+
+def run(model, loader, callbacks, **options):
+    torch.manual_seed(1)
+    return fit(model(), loader, callbacks=callbacks, **options)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_callbacks_go_back_too(name, tmp_path):
+    options = {"accumulate_grad_batches": 2, "max_epochs": 2}
+    clean_callbacks, callbacks = STATEFUL[name](), STATEFUL[name]()
+    clean = run(Stateful, data(without=[4, 5]), clean_callbacks, **options)
+    rollback = DivergenceRollback(snapshot_every=4, audit=str(tmp_path / "audit.csv"))
+    trainer = run(Stateful, data(poisoned=[5]), [*callbacks, rollback], **options)
+    assert rollback.rollbacks == 2
+    compared(weights(trainer), weights(clean))
+    for found, expected in zip(callbacks, clean_callbacks, strict=True):
+        assert str(found.state_dict()) == str(expected.state_dict())
+
+
+def rows(folder):
+    with open(next(folder.rglob("metrics.csv"))) as file:
+        return list(csv.DictReader(file))
+
+
+def test_logs_and_checkpoints_are_those_of_the_clean_run(tmp_path):
+    found = {}
+    for name, loader in (("clean", data(without=[7])), ("found", data(poisoned=[7]))):
+        folder = tmp_path / name
+        saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=3)
+        rollback = DivergenceRollback(snapshot_every=5, audit=str(folder / "audit.csv"))
+        logger = CSVLogger(str(folder), flush_logs_every_n_steps=1)
+        options = {"max_epochs": 2, "logger": logger, "log_every_n_steps": 1, "enable_checkpointing": True}
+        trainer = run(Logged, loader, [saving, rollback], val=data(2), val_check_interval=3, **options)
+        files = {path.name: torch.load(path, weights_only=False)["state_dict"] for path in folder.glob("*.ckpt")}
+        found[name] = rows(folder), files, trainer.callback_metrics
+    assert found["found"][1].keys() == found["clean"][1].keys()
+    for name, state in found["clean"][1].items():
+        compared(found["found"][1][name], state)
+    trained = [[row for row in kind[0] if row["loss_step"]] for kind in found.values()]
+    assert [row["loss_step"] for row in trained[0]] == [row["loss_step"] for row in trained[1]]
+    assert [row["step"] for row in trained[0]] == [row["step"] for row in trained[1]]
+    epochs = [[row["loss_epoch"] for row in kind[0] if row["loss_epoch"]] for kind in found.values()]
+    assert epochs[0] == epochs[1]
