@@ -110,11 +110,6 @@ class DivergenceRollback(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         refuse_runs(trainer, pl_module, saves=self.checkpoint_dir is not None)
-        others = [each for each in trainer.callbacks if isinstance(each, DivergenceRollback)]  # type: ignore[attr-defined]
-        if len(others) > 1:
-            raise ValueError(
-                f"There are {len(others)} callbacks DivergenceRollback, and a run goes back once. Keep one."
-            )
         if self.on_retry == "restart_optimizer":
             self._made = [made_by_constructor(optimizer) for optimizer in trainer.optimizers]
         if self.on_retry == "lower_lr":
@@ -239,7 +234,7 @@ class DivergenceRollback(Callback):
             action=self._action if goes_on else "stopped",
         )
         if snapshot is None or not goes_on:
-            raise RuntimeError(self._used_up(snapshot is not None))
+            raise RuntimeError(self._audit.used_up(self.retries, self.max_retries, self.snapshot_every))
         self.rollbacks += 1
         return Retry(snapshot, first, partial(self._then, trainer, pl_module))
 
@@ -283,19 +278,6 @@ class DivergenceRollback(Callback):
         if self._rate != 1:
             for optimizer in trainer.optimizers:
                 RateFactors.of(optimizer).set(self, self._rate)
-
-    def _used_up(self, has_snapshot: bool) -> str:
-        history = self._audit.history()
-        if not has_snapshot:
-            return (
-                "The run has diverged, and there is no snapshot to go back to: it was resumed within an accumulation "
-                f"window, whose end is the first step. Resume from an older checkpoint.\n{history}"
-            )
-        return (
-            f"The run has diverged {self.retries} times within {self.snapshot_every} steps, and max_retries="
-            f"{self.max_retries}. Leave out more (skip_batches), lower the learning rate (on_retry='lower_lr'), or "
-            f"look at the data and the module that is named.\n{history}"
-        )
 
     def _end(self, trainer: Trainer, *, failed: bool) -> None:
         if self._stop is not None:

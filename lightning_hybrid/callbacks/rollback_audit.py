@@ -63,8 +63,20 @@ class RollbackAudit:
                 writer.writeheader()
             writer.writerow(row)
 
-    def history(self) -> str:
-        """The last lines, for people."""
+    def used_up(self, retries: int, most: int, steps: int) -> str:
+        """What a run says that cannot go back any more."""
+        if retries <= most:
+            return (
+                "The run has diverged, and there is no snapshot to go back to: it was resumed within an accumulation "
+                f"window, whose end is the first step. Resume from an older checkpoint.\n{self._history()}"
+            )
+        return (
+            f"The run has diverged {retries} times within {steps} steps, and max_retries={most}. Leave out more "
+            "(skip_batches), lower the learning rate (on_retry='lower_lr'), or look at the data and the module that is "
+            f"named. {self.path} has all of it.\n{self._history()}"
+        )
+
+    def _history(self) -> str:
         lines = [
             f"  step {row['step']}, batches {row['batches']} of epoch {row['epoch']}: {row['reason']}"
             + (f", first in {row['module']} on rank {row['rank']}" if row["module"] else "")

@@ -51,6 +51,10 @@ def refuse_runs(trainer: Trainer, pl_module: LightningModule, *, saves: bool) ->
             f"{type(pl_module).__name__} optimizes manually: {NAME} cannot leave a step before its update, with code "
             f"of the module around it. Set automatic_optimization, or remove {NAME}."
         )
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    number = sum(type(callback).__name__ == NAME for callback in callbacks)
+    if number > 1:
+        raise ValueError(f"There are {number} callbacks {NAME}, and a run goes back once. Keep one of them.")
     strategy = trainer.strategy
     whole = isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
     is_ours = hasattr(strategy, "held_parameters")
@@ -66,7 +70,6 @@ def refuse_runs(trainer: Trainer, pl_module: LightningModule, *, saves: bool) ->
             f"{type(strategy).__name__} loads checkpoints only when a run begins. Leave checkpoint_dir out, which "
             "keeps snapshots in host memory."
         )
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     if any(isinstance(callback, WeightAveraging) for callback in callbacks):
         raise ValueError(
             "WeightAveraging puts its average in the place of the weights of a checkpoint. Leave checkpoint_dir out, "
