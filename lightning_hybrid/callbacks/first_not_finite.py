@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_hybrid.compat import without_torch_function
 from lightning_hybrid.functional.trees import leaves_of
 from lightning_hybrid.parallel.gradients import local
 from lightning_hybrid.parallel.ledgers.traffic import over_ranks
@@ -102,8 +103,10 @@ class FirstNotFinite:
         self._pass = now
         leaves = (leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and leaf.is_floating_point())
         found = Found(*now, self._order, self._trainer.global_rank, name)
-        if (self._first is None or found < self._first) and not all(bool(leaf.isfinite().all()) for leaf in leaves):
-            self._first = found
+        if self._first is None or found < self._first:
+            with without_torch_function():  # parts of tensors that the tensor axis deals out
+                if not all(bool(local(leaf.detach()).isfinite().all()) for leaf in leaves):
+                    self._first = found
 
     def _now(self) -> tuple[int, int, int] | None:
         batch = self._trainer.fit_loop.batch_idx % self._trainer.accumulate_grad_batches

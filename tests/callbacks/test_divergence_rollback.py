@@ -7,8 +7,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_hybrid.callbacks import DivergenceRollback
+from tests.callbacks.test_weight_decay_rules import PLAN, Mlp
 from tests.launch import run_trainers
 from tests.small import Small, hybrid, samples, trainer_of, weights
+from tests.test_expert_parity import Mixture
 
 SIZE = 4  # samples of a batch over all replicas
 
@@ -100,11 +102,26 @@ def test_one_process(model, poisoned, options, accumulate, tmp_path):
         assert trainer.lightning_module.seen == clean.lightning_module.seen
 
 
-def rolled_back(make, poisoned, replicas, options, common):
+class Split(Scheduled):
+    """Blocks that tensor parallelism splits."""
+
+    block = Mlp
+
+
+class Experts(Scheduled):
+    """Blocks with experts."""
+
+    block, depth = Mixture, 2
+
+    def loss(self, batch):
+        return super().loss([tensor[:, None] for tensor in batch])
+
+
+def rolled_back(model, make, poisoned, replicas, options, common):
     """On a rank: the weights, and how often the run went back."""
     callback = DivergenceRollback(**options)
     loader = data(poisoned=poisoned, replicas=replicas)
-    trainer = run(Scheduled, loader, callback, strategy=make(), use_distributed_sampler=False, **common)
+    trainer = run(model, loader, callback, strategy=make(), use_distributed_sampler=False, **common)
     return weights(trainer), callback.rollbacks, trainer.global_step
 
 
@@ -118,11 +135,22 @@ LAYOUTS = {
     "interleaved": ({"pipeline": 2, "chunks": 2}, 2),
     "accumulate on cpu": ({"pipeline": 1, "zero_stage": 1, "accumulate_on_cpu": True}, 2),
     "copies": ({"pipeline": 1, "zero_stage": 3, "replicate_size": 2}, 4),
+    "tensor 2": ({"pipeline": 1, "tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}, 2),
+    "experts 2": ({"pipeline": 1, "microbatches": 1, "expert_parallel_size": 2}, 2),
     "data 4": ({"pipeline": 1, "zero_stage": 0}, 4),
 }
 
 
+MODELS = {"tensor 2": Split, "experts 2": Experts}
+
+
 class Made:
+    """Makes a strategy on a rank.
+
+    Args:
+        options: Of `hybrid`; None is "ddp".
+    """
+
     def __init__(self, options):
         self.options = options
 
@@ -133,11 +161,15 @@ class Made:
 @pytest.mark.parametrize("name", [*LAYOUTS, "ddp"])
 def test_layouts(name, tmp_path):
     options, size = LAYOUTS.get(name, (None, 4))
-    replicas = size // (options or {}).get("pipeline", 1)
-    clean = run(Scheduled, data(without=[0, 1, 6, 7]), max_epochs=2, accumulate_grad_batches=2)
+    replicas = size // (options or {}).get("pipeline", 1) // (options or {}).get("tensor_parallel_size", 1)
+    model = MODELS.get(name, Scheduled)
     settings = {"snapshot_every": 2, "audit": str(tmp_path / "audit.csv")}
-    common = {"max_epochs": 2, "accumulate_grad_batches": 2}
-    for found, rollbacks, steps in run_trainers(size, rolled_back, Made(options), [1, 6], replicas, settings, common):
+    window = 1 if name == "experts 2" else 2  # stock strategies leave balance losses undivided by it
+    common = {"max_epochs": 2, "accumulate_grad_batches": window}
+    without = [1, 6] if window == 1 else [0, 1, 6, 7]
+    clean = run(model, data(without=without), **common)
+    job = (model, Made(options), [1, 6], replicas, settings, common)
+    for found, rollbacks, steps in run_trainers(size, rolled_back, *job):
         assert rollbacks == 4
         assert steps == clean.global_step
         if found:

@@ -6,7 +6,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
 
+from lightning_hybrid import FP16MasterWeights
 from lightning_hybrid.callbacks import (
     DivergenceRollback,
     GradientNoise,
@@ -16,7 +18,8 @@ from lightning_hybrid.callbacks import (
     OptimizerRestart,
 )
 from tests.callbacks.test_divergence_rollback import Scheduled, Stateful, compared, data
-from tests.small import fit, weights
+from tests.launch import run_trainers
+from tests.small import fit, hybrid, trainer_of, weights
 
 STATEFUL = {
     "scaling": lambda: [LearningRateScaling(8, "sqrt")],
@@ -82,3 +85,73 @@ def test_logs_and_checkpoints_are_those_of_the_clean_run(tmp_path):
     assert [row["step"] for row in trained[0]] == [row["step"] for row in trained[1]]
     epochs = [[row["loss_epoch"] for row in kind[0] if row["loss_epoch"]] for kind in found.values()]
     assert epochs[0] == epochs[1]
+
+
+class Half(Scheduled):
+    """In float32, for losses of 16 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.float()
+
+    def loss(self, batch):
+        return super().loss([tensor.float() for tensor in batch])
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), 0.01)  # with a schedule Lightning goes on in steps that are skipped
+
+
+def too_high(loss, norm):
+    return loss > 5
+
+
+def scaled(make, strategy, loader_of, *callbacks):
+    """On a rank, or in one process: weights and steps of a run with a loss scale that is too large at first."""
+    torch.manual_seed(1)
+    trainer = trainer_of(strategy(), callbacks=list(callbacks), plugins=[make()], use_distributed_sampler=False)
+    trainer.fit(Half(), loader_of)
+    return {name: parameter.detach().clone() for name, parameter in trainer.lightning_module.named_parameters()}, (
+        trainer.global_step,
+        trainer.precision_plugin.state_dict(),
+    )
+
+
+def high(batch):
+    """Labels of a batch are wrong, and finite."""
+    loader = data()
+    loader.dataset.samples.tensors[1][batch * 4 : batch * 4 + 4] = 4.0
+    return loader
+
+
+def mixed():
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**11, growth_interval=1))
+
+
+def masters():
+    return FP16MasterWeights(init_scale=2.0**11, growth_interval=1)
+
+
+def both(make, strategy, path):
+    """Of a run that never had batch 2, of one that goes back before it, and how often a run without it goes back."""
+    rollback, idle = (DivergenceRollback(each, snapshot_every=3, audit=path) for each in (too_high, "nan"))
+    expected, found = scaled(make, strategy, data(without=[2])), scaled(make, strategy, high(2), rollback)
+    scaled(make, strategy, data(), idle)
+    return expected, found, rollback.rollbacks, idle.rollbacks
+
+
+def auto():
+    return "auto"
+
+
+def shards():
+    return hybrid(1, zero_stage=2)
+
+
+def test_a_loss_scale_goes_back_and_a_skipped_step_is_no_divergence(tmp_path):
+    path = str(tmp_path / "audit.csv")
+    for outcomes in ([both(mixed, auto, path)], run_trainers(2, both, masters, shards, path)):
+        for (expected, of_expected), (found, of_found), rollbacks, idle in outcomes:
+            assert (rollbacks, idle) == (1, 0)
+            assert of_found == of_expected
+            assert of_found[1]["scale"] < 2.0**22  # not all of 11 steps were applied
+            compared(found, expected)
