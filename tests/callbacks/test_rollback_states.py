@@ -124,11 +124,11 @@ def high(batch):
 
 
 def mixed():
-    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**11, growth_interval=1))
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**9, growth_interval=1))
 
 
 def masters():
-    return FP16MasterWeights(init_scale=2.0**11, growth_interval=1)
+    return FP16MasterWeights(init_scale=2.0**9, growth_interval=1)
 
 
 def both(make, strategy, path):
@@ -153,5 +153,5 @@ def test_a_loss_scale_goes_back_and_a_skipped_step_is_no_divergence(tmp_path):
         for (expected, of_expected), (found, of_found), rollbacks, idle in outcomes:
             assert (rollbacks, idle) == (1, 0)
             assert of_found == of_expected
-            assert of_found[1]["scale"] < 2.0**22  # not all of 11 steps were applied
+            assert of_found[1]["scale"] < 2.0**20  # not all of 11 steps were applied
             compared(found, expected)
