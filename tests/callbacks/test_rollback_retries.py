@@ -5,12 +5,14 @@ import csv
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.utils.data import DataLoader, Subset
 
 from lightning_hybrid.callbacks import DivergenceRollback
 from tests.callbacks.test_divergence_rollback import SIZE, Made, Poisoned, Scheduled, compared, data, run
 from tests.launch import run_trainers
-from tests.small import Block, Small, hybrid, weights
+from tests.small import Block, Small, hybrid, trainer_of, weights
 
 MARK = 50.0
 
@@ -142,3 +144,108 @@ def test_a_run_is_resumed_in_the_middle_of_a_retry(step, times, tmp_path):
         assert (rollbacks, steps) == (2, 10)
         if found:
             compared(found, dict(weights(clean)), rtol=1e-9)
+
+
+def test_a_lower_rate_is_that_of_every_later_step(tmp_path):
+    """SGD without momentum: the run after batch 3 is that of half the rate."""
+
+    class Plain(Small):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), self.rate)
+
+    class Halved(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 0:
+                trainer.optimizers[0].param_groups[0]["lr"] /= 2
+
+    expected = run(Plain, data(without=[3]), Halved())
+    callback = DivergenceRollback(on_retry="lower_lr", audit=str(tmp_path / "audit.csv"))
+    found = run(Plain, data(poisoned=[3]), callback)  # from the beginning on: the only snapshot is there
+    compared(weights(found), weights(expected))
+    assert found.optimizers[0].param_groups[0]["lr"] == Plain.rate
+    assert audit(tmp_path / "audit.csv")[0]["action"] == "lower_lr"
+
+
+def test_an_optimizer_begins_anew_and_functions_are_called(tmp_path):
+    class Restarted(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 4:
+                trainer.optimizers[0].state.clear()
+
+    seen, path = [], str(tmp_path / "audit.csv")
+    expected = run(Scheduled, data(without=[6]), Restarted())
+    options = {"snapshot_every": 4, "audit": path}
+    found = run(Scheduled, data(poisoned=[6]), DivergenceRollback(on_retry="restart_optimizer", **options))
+    compared(weights(found), weights(expected))
+
+    def note(trainer, pl_module, retry):
+        seen.append((trainer.global_step, retry))
+
+    run(Scheduled, data(poisoned=[6, 7]), DivergenceRollback(on_retry=note, **options))
+    assert seen == [(4, 1), (0, 2)]  # each further time from an older snapshot
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"detector": "inf"}, r"detector='inf' must be"),
+        ({"keep": 0}, r"keep=0 must be"),
+        ({"snapshot_every": 0.5}, r"snapshot_every=0.5 must be"),
+        ({"skip_batches": 0}, r"skip_batches=0 must be"),
+        ({"max_retries": True}, r"max_retries=True must be"),
+        ({"on_retry": "lr"}, r"on_retry='lr' must be"),
+        ({"lr_factor": 1}, r"lr_factor=1 must be"),
+        ({"window": 1}, r"window=1 must be"),
+    ],
+)
+def test_wrong_arguments_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        DivergenceRollback(**options)
+
+
+class Manual(Small):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Fetching(Small):
+    def training_step(self, dataloader_iter):
+        return self.loss(next(dataloader_iter)[0])
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
+def test_runs_that_cannot_go_back_are_refused(tmp_path):
+    def refusal(model, *callbacks):
+        with pytest.raises(ValueError, match=r"\.$") as caught:
+            run(model, data(), *callbacks)
+        return str(caught.value)
+
+    assert "Manual optimizes manually" in refusal(Manual, DivergenceRollback())
+    assert "fetches its own by dataloader_iter" in refusal(Fetching, DivergenceRollback())
+    assert "There are 2 callbacks DivergenceRollback" in refusal(
+        Small, DivergenceRollback(), DivergenceRollback("spike")
+    )
+    saving = DivergenceRollback(checkpoint_dir=str(tmp_path))
+    assert "Leave checkpoint_dir out" in refusal(Small, saving, WeightAveraging())
+    trainer = trainer_of()
+    trainer.strategy.__class__ = DeepSpeedStrategy  # to make one, DeepSpeed must be there
+    with pytest.raises(ValueError, match=r"does not know where DeepSpeedStrategy has its parameters"):
+        DivergenceRollback().on_fit_start(trainer, Small())
+
+
+def test_a_batch_that_cannot_be_copied_is_named():
+    class Stubborn:
+        def __deepcopy__(self, memo):
+            raise NotImplementedError("no copies")
+
+    def collate(samples):
+        return [torch.stack(column) for column in zip(*samples, strict=True)] + [Stubborn()]
+
+    class Three(Small):
+        def loss(self, batch):
+            return super().loss(batch[:2])
+
+    loader = DataLoader(data().dataset, SIZE, collate_fn=collate)
+    with pytest.raises(TypeError, match=r"keeps copies of batches, .* a list cannot be copied"):
+        run(Three, loader, DivergenceRollback())
