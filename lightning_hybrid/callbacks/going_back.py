@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_hybrid.callbacks.feeds import Item, Recorder
 from lightning_hybrid.callbacks.kept_batches import Kept, KeptBatches, unheard
@@ -88,7 +89,9 @@ class Course:
     ) -> None:
         self._trainer, self._module, self._keep, self._every, self._decide = trainer, pl_module, keep, every, decide
         self._folder = folder
-        self._batches, self._copies = KeptBatches(trainer.strategy.root_device), HostCopies()
+        loaders = CombinedLoader(trainer.train_dataloader, "sequential").flattened
+        draws = any(getattr(loader, "num_workers", 0) == 0 for loader in loaders)
+        self._batches, self._copies = KeptBatches(trainer.strategy.root_device, draws=draws), HostCopies()
         self.snapshots: list[RunSnapshot] = []
         self.left_out: list[tuple[int, int, int]] = []
         self.is_stale = True

@@ -52,9 +52,6 @@ def refuse_runs(trainer: Trainer, pl_module: LightningModule, *, saves: bool) ->
             f"of the module around it. Set automatic_optimization, or remove {NAME}."
         )
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    number = sum(type(callback).__name__ == NAME for callback in callbacks)
-    if number > 1:
-        raise ValueError(f"There are {number} callbacks {NAME}, and a run goes back once. Keep one of them.")
     strategy = trainer.strategy
     whole = isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
     is_ours = hasattr(strategy, "held_parameters")

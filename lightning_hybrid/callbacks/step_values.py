@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.compat import foreach
+
 
 def step_values(trainer: Trainer, optimizer: Optimizer, losses: Sequence[Tensor]) -> tuple[float, float] | None:
     """What a step is judged by; all ranks call it together, in `on_before_optimizer_step`.
@@ -48,6 +50,8 @@ def _norm(trainer: Trainer, optimizer: Optimizer) -> Tensor:
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=trainer.strategy.root_device)
+    if all(type(gradient) is Tensor and gradient.device == gradients[0].device for gradient in gradients):
+        return torch.linalg.vector_norm(torch.stack(foreach("norm")(gradients, 2)), dtype=torch.float64)
     norm = torch.nn.utils.get_total_norm(gradients)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     return norm.to(torch.float64)

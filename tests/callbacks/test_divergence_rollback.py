@@ -186,9 +186,9 @@ def test_checkpoints_for_snapshots(name, tmp_path):
     else:
         options, size = LAYOUTS.get(name, (None, 2))
         replicas = size // (options or {}).get("pipeline", 1)
-        found, _, steps = run_trainers(size, rolled_back, Made(options), [1, 6], replicas, settings, {"max_epochs": 2})[
-            0
-        ]
+        found, _, steps = run_trainers(
+            size, rolled_back, Scheduled, Made(options), [1, 6], replicas, settings, {"max_epochs": 2}
+        )[0]
         assert steps == clean.global_step
     compared(found, dict(weights(clean)), rtol=0.0 if name == "one process" else 1e-9)
     assert not list(folder.iterdir())
