@@ -79,7 +79,8 @@ class RollbackAudit:
     def _history(self) -> str:
         lines = [
             f"  step {row['step']}, batches {row['batches']} of epoch {row['epoch']}: {row['reason']}"
-            + (f", first in {row['module']} on rank {row['rank']}" if row["module"] else "")
+            + (f", first in {row['module']}" if row["module"] else "")
+            + (f" on rank {row['rank']}" if row["rank"] != "" else "")
             + f" ({row['action']})"
             for row in self.rows[-SHOWN:]
         ]
