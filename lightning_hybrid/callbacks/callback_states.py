@@ -15,7 +15,13 @@ from lightning.pytorch.callbacks import (
 )
 
 STAY = (Checkpoint, ProgressBar, Timer, BaseFinetuning, StochasticWeightAveraging)
-"""Kinds that do not go back: checkpoints describe files, time goes on, and the others act between epochs alone."""
+"""Kinds that do not go back.
+
+Checkpoints describe files that are there, and progress bars and Timer the time that has passed. Finetuning and
+stochastic weight averaging act between epochs alone, and their states are for the beginning of a fit. EarlyStopping
+goes back, and WeightAveraging too, whose average, which is not in its state, `RunSnapshot` keeps.
+GradientAccumulationScheduler, ThroughputMonitor, and monitors of rates and devices have no state.
+"""
 
 Kept = list[tuple[Callback, dict[str, Any]]]
 
@@ -30,6 +36,19 @@ def kept_states(trainer: Trainer) -> Kept:
     going_back = (c for c in callbacks if not isinstance(c, STAY) and getattr(c, "goes_back", True))
     states = ((callback, callback.state_dict()) for callback in going_back)
     return [(callback, deepcopy(state)) for callback, state in states if state]
+
+
+def leave_batch(trainer: Trainer) -> None:
+    """Let callbacks leave a batch that an exception has ended, and after which `fit` goes on.
+
+    Those that do something from `on_train_batch_start` to `on_train_batch_end`, which is not called then, have a method
+    of this name, with the Trainer as its argument. All of them leave before one of them begins another batch.
+    """
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        leave = getattr(callback, "leave_batch", None)
+        if leave is not None:
+            leave(trainer)
 
 
 def put_back(kept: Kept) -> None:

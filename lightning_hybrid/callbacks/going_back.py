@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 
+from lightning_hybrid.callbacks.callback_states import leave_batch
 from lightning_hybrid.callbacks.feeds import Item, Recorder
 from lightning_hybrid.callbacks.kept_batches import Kept, KeptBatches, unheard
 from lightning_hybrid.callbacks.run_snapshot import HostCopies, RunSnapshot
@@ -111,7 +112,7 @@ class Course:
             self._window = self._number
         self._fetched = self._number
         try:
-            advance(Recorder(fetcher, self._note))
+            self._advance(advance, Recorder(fetcher, self._note))
         except Diverged as error:
             self._retry(advance, fetcher, BadWindow(self._window, self._fetched, error))
 
@@ -217,7 +218,14 @@ class Course:
             while self._number <= together[-1].number:
                 if self._begins_window:
                     self._window = self._number
-                advance(feed)
+                self._advance(advance, feed)
+
+    def _advance(self, advance: Advance, feed: Any) -> None:
+        try:
+            advance(feed)
+        except Diverged:
+            leave_batch(self._trainer)
+            raise
 
     def _place(self, number: int) -> None:
         """Let the loop have counted so many batches of the epoch."""

@@ -177,6 +177,7 @@ class OptimizerRestart(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._applied.restore(state_dict["steps"])
         if self._applied.runs:
+            self._late = set()
             self._go_on(state_dict)
         else:
             self._saved = state_dict
