@@ -181,6 +181,74 @@ def draw_hessian_top_eigenvalue() -> None:
     save(figure, "hessian_top_eigenvalue")
 
 
+def growth_of_digits(growth: Any, schedule: Any) -> list[tuple[float, float, float, float]]:
+    """Epoch, batch, rate and noise scale of each step of a small network that learns scikit-learn's digits."""
+    import torch
+    import torch.nn.functional as F
+    from lightning.pytorch import LightningModule, Trainer
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from examples.digits import parts
+    from lightning_hybrid.callbacks.rate_factors import RateFactors
+    from lightning_hybrid.functional.growth import noise_scale
+
+    train, found = parts()["train"], list[tuple[float, float, float, float]]()
+
+    class Net(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return F.cross_entropy(self.layers(batch[0]), batch[1])
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            factors, size = RateFactors.of(self.trainer.optimizers[0]), len(train)
+            if factors.steps > len(found):
+                accumulate, (rate,) = self.trainer.accumulate_grad_batches, factors.effective_rates
+                first = self.trainer.fit_loop.total_batch_idx + 1 - accumulate
+                scale = noise_scale(rate, 16 * accumulate, size, 0.9)
+                found.append((first / self.trainer.num_training_batches, 16 * accumulate, rate, scale))
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+            RateFactors.of(optimizer)
+            return ([optimizer], [schedule(optimizer)]) if schedule else optimizer
+
+    torch.manual_seed(0)
+    loader = DataLoader(TensorDataset(train.images, train.classes), 16, shuffle=True, drop_last=True)
+    quiet: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    Trainer(accelerator="cpu", max_epochs=10, callbacks=growth, **quiet).fit(Net(), loader)
+    return found
+
+
+def draw_batch_size_growth() -> None:
+    """Batch, rate and noise scale of two runs: a rate that decays, and a batch that grows up to a largest one."""
+    from torch.optim.lr_scheduler import MultiStepLR
+
+    from lightning_hybrid.callbacks import BatchSizeGrowth
+
+    figure, panels = plain(rows=3)
+    figure.set_size_inches(6, 6)
+    decays = [2, 4, 6, 8]
+    growth = BatchSizeGrowth.from_lr_schedule(decays, gamma=0.5, max_batch=128)
+    runs = {
+        "MultiStepLR, gamma 0.5": (growth_of_digits([], lambda optimizer: MultiStepLR(optimizer, decays, 0.5)), "k:"),
+        "from_lr_schedule, max_batch=128": (growth_of_digits([growth], None), "tab:blue"),
+    }
+    for panel, number, name in zip(panels, (1, 2, 3), ("global batch", "learning rate", "noise scale"), strict=True):
+        for label, (steps, style) in runs.items():
+            values = [step[number] for step in steps]
+            panel.plot([step[0] for step in steps], values, style, drawstyle="steps-post", label=label)
+        panel.set(ylabel=name)
+        panel.set_yscale("log", base=2)
+        panel.yaxis.set_major_formatter("{x:g}")
+    panels[0].set_title("digits, batches of 16 at first", fontsize=9)
+    panels[0].legend(fontsize=8)
+    panels[2].set(xlabel="epoch")
+    save(figure, "batch_size_growth")
+
+
 def draw_gradient_noise() -> None:
     """Noise of one step after the other, and weights that leave a shallow minimum with it."""
     import torch

@@ -3,6 +3,7 @@
 from lightning_hybrid.callbacks.activation_compression import ActivationCompression
 from lightning_hybrid.callbacks.activation_offload import ActivationOffload
 from lightning_hybrid.callbacks.activation_recompute import ActivationRecompute
+from lightning_hybrid.callbacks.batch_size_growth import BatchSizeGrowth
 from lightning_hybrid.callbacks.batch_time_profile import BatchTimeProfile
 from lightning_hybrid.callbacks.communication_ledger import CommunicationLedger
 from lightning_hybrid.callbacks.divergence_rollback import DivergenceRollback
@@ -21,6 +22,7 @@ __all__ = [
     "ActivationCompression",
     "ActivationOffload",
     "ActivationRecompute",
+    "BatchSizeGrowth",
     "BatchTimeProfile",
     "CommunicationLedger",
     "DivergenceRollback",

@@ -56,6 +56,32 @@ def loader_batch_size(trainer: Trainer, name: str) -> int | None:
         return size
 
 
+def loader_batch_of_all(trainer: Trainer, name: str) -> int:
+    """Samples of a loader batch over all replicas; all ranks call it together.
+
+    Args:
+        trainer: From `on_train_start` on.
+        name: Of the callback that asks.
+
+    Raises:
+        ValueError: If there are several loaders, or the loader does not say.
+    """
+    size = loader_batch_size(trainer, name)
+    known, total = over_replicas(trainer, int(size is not None), size or 0)
+    if known < num_replicas(trainer):
+        raise ValueError(
+            f"The training loader does not say how many samples a batch has, so that {name} cannot know what grows. "
+            "Give the DataLoader, or its batch sampler, a batch_size."
+        )
+    return total
+
+
+def dataset_size(trainer: Trainer) -> int | None:
+    """Samples of the one training loader's data set; None if it has no length."""
+    dataset: Any = getattr(CombinedLoader(trainer.train_dataloader, "sequential").flattened[0], "dataset", None)
+    return len(dataset) if hasattr(dataset, "__len__") else None
+
+
 def count_samples(batch: Any) -> int:
     """Samples of one replica's batch.
 

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
+    GradientAccumulationScheduler,
     LearningRateFinder,
     ModelPruning,
     StochasticWeightAveraging,
@@ -230,6 +231,15 @@ def check_steps(module: LightningModule) -> None:
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         if "dataloader_iter" in signature(getattr(module, step)).parameters:
             raise ValueError(f"{step}(self, dataloader_iter) is not supported: the strategy cuts each batch itself.")
+
+
+def may_accumulate(trainer: Trainer) -> bool:
+    """Whether a step has several batches, or a callback may let it have them while training goes on."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return trainer.accumulate_grad_batches > 1 or any(
+        isinstance(callback, GradientAccumulationScheduler) or getattr(callback, "grows_accumulation", False)
+        for callback in callbacks
+    )
 
 
 def check_trainer(trainer: Trainer) -> None:

@@ -163,7 +163,7 @@ class HybridPTDPStrategy(MeasuredStrategy):
         """Make the optimizers over the whole module, and note which parameters they have."""
         self.setup_optimizers(trainer)
         self.check_callbacks(trainer)
-        if not self._is_plain or trainer.accumulate_grad_batches > 1:
+        if not self._is_plain or checks.may_accumulate(trainer):
             checks.check_module(module, self.ground.mesh.layout, self.options)
             checks.check_steps(module)
             checks.check_trainer(trainer)

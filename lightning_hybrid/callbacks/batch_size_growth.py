@@ -1,0 +1,292 @@
+"""Batches that grow where a schedule would let the learning rate decay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim.lr_scheduler import ExponentialLR, MultiStepLR, StepLR
+from typing_extensions import Self, override
+
+from lightning_hybrid.callbacks.fit_factors import STATES, FitFactors, states_of_any
+from lightning_hybrid.callbacks.global_batch import (
+    count_samples,
+    count_tokens,
+    loader_batch_of_all,
+    num_replicas,
+    over_replicas,
+)
+from lightning_hybrid.callbacks.growth_arguments import (
+    check_choices,
+    check_patience,
+    check_trainer,
+    decays_of,
+    plan_of,
+)
+from lightning_hybrid.callbacks.growth_progress import GrowthProgress, check_levels
+from lightning_hybrid.callbacks.growth_reports import log_growth, tell_level
+from lightning_hybrid.functional.growth import Shares, growth_of, share_out
+
+NAME = "BatchSizeGrowth"
+
+
+class BatchSizeGrowth(Callback):
+    """Lets the batch of a step grow at milestones, or when a value stops to improve, and the learning rate stay.
+
+    The batch grows by `accumulate_grad_batches`. Level k has the global batch B_k = B_0 x factors, in whole loader
+    batches and up to `max_batch`. What the batch cannot take, the rate takes: it is multiplied by
+    (B_k / B_0) / factors. So the noise scale eps N / (B (1 - m)) is that of rates which decay by the factors, exactly.
+
+    A level begins with a window: before the first batch, at or after its milestone, at which the batches of the epoch
+    so far are a multiple of the old and the new `accumulate_grad_batches`. So no window is short, and samples come in
+    their order, once each. An epoch's last window has what is left, as always under Lightning.
+
+    The first batch B_0 is that of the loader, times the Trainer's `accumulate_grad_batches`, over all replicas. A run
+    that goes on from a checkpoint keeps its B_0 and its levels with any number of replicas.
+
+    `global_batch_size` (in units), `noise_scale[/group]` (N is the training set; left out if it has no length) and
+    `learning_rate/*` are logged every `log_every_n_steps`.
+
+    Args:
+        milestones: Epochs, or applied steps, from which on the batch is `factor` times larger; or a factor for each.
+        on_plateau: Name of a logged value; the batch grows when it has not improved for `patience` validations. Needs
+            `max_batch`.
+        factor: What the batch grows by, above 1.
+        max_batch: Largest batch of a step over all replicas, in units. None sets no limit.
+        unit: What `max_batch` and the log count: "samples", or "tokens" as in the first batch.
+        interval: What milestones count: "epoch", or "step", those that the optimizer has applied.
+        patience: Validations in a row without improvement.
+        min_delta: What counts as improvement, at least 0.
+        mode: Whether lower ("min") or higher ("max") is better.
+
+    Attributes:
+        plan: When the batch grows, and by what.
+
+    Raises:
+        ValueError: If an argument is outside its range, or there is not one of milestones and `on_plateau`.
+
+    Source: Smith et al. 2018, arXiv:1711.00489, sections 3 to 5.
+    """
+
+    grows_accumulation = True
+    """Strategies that look at `accumulate_grad_batches` before training hear that it is not the last word."""
+
+    def __init__(
+        self,
+        milestones: Sequence[int] | Mapping[int, float] | None = None,
+        on_plateau: str | None = None,
+        factor: float = 2,
+        max_batch: int | None = None,
+        unit: Literal["samples", "tokens"] = "samples",
+        interval: Literal["epoch", "step"] = "epoch",
+        patience: int = 5,
+        min_delta: float = 0.0,
+        mode: Literal["min", "max"] = "min",
+    ) -> None:
+        check_choices(unit, interval, mode)
+        check_patience(patience, min_delta)
+        self.plan = plan_of(milestones, on_plateau, factor, max_batch)
+        self.on_plateau, self.unit, self.interval = on_plateau, unit, interval
+        self.patience, self.min_delta, self.mode = patience, min_delta, mode
+        self._replaces_schedule = False
+        self._factors = FitFactors()
+        self._progress = GrowthProgress()
+        self._saved: dict[str, Any] | None = None
+        self._given: tuple[Trainer, int] | None = None  # the Trainer, and its own accumulate_grad_batches
+        self._loader_batch = 0  # of all replicas
+        self._is_running = False
+
+    @classmethod
+    def from_lr_schedule(
+        cls,
+        schedule: Mapping[int, float] | Sequence[int] | int,
+        gamma: float | None = None,
+        length: int | None = None,
+        **options: Any,
+    ) -> Self:
+        """Growth with the noise scale that a decaying schedule has, which is left out of `configure_optimizers`.
+
+        The batch takes as much of each decay as it can, in whole loader batches, and the rate takes the rest.
+
+        Args:
+            schedule: {milestone: factor of the first rate from there on}; or the milestones of a `MultiStepLR`; or the
+                `step_size` of a `StepLR`, 1 for an `ExponentialLR`.
+            gamma: The factor at each milestone, for the last two.
+            length: Epochs or steps that a `step_size` goes on for.
+            options: As of the constructor, without `milestones`, `on_plateau` and `factor`.
+
+        Raises:
+            ValueError: If a rate does not fall, or arguments do not belong together.
+        """
+        made = cls(growth_of(decays_of(schedule, gamma, length)), **options)
+        made.plan, made._replaces_schedule = replace(made.plan, may_round=True), True
+        return made
+
+    @property
+    def level(self) -> int:
+        """How often the batch has grown."""
+        return self._progress.level
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step over all replicas."""
+        return self._progress.at(self.plan, self.level).batch
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._give_back()  # of a fit that has failed
+        check_trainer(trainer, pl_module, NAME)
+        self._given, self._is_running = (trainer, trainer.accumulate_grad_batches), False
+        self._factors.reset()
+        self._progress, self._saved = GrowthProgress(), None
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._factors.attach(trainer, NAME)
+        kinds = (StepLR, MultiStepLR, ExponentialLR)
+        for config in trainer.lr_scheduler_configs if self._replaces_schedule else ():
+            if isinstance(config.scheduler, kinds):
+                raise ValueError(
+                    f"BatchSizeGrowth.from_lr_schedule takes the place of {type(config.scheduler).__name__}, which "
+                    "configure_optimizers returns too: the noise would decay twice. Leave the scheduler out."
+                )
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._factors.resume()
+        self._loader_batch = loader_batch_of_all(trainer, NAME)
+        if self.plan.has_plateaus and not trainer.enable_validation:
+            raise ValueError(
+                f"BatchSizeGrowth(on_plateau={self.on_plateau!r}) counts validations, and this fit has none. Give the "
+                "Trainer a validation loader, or give milestones."
+            )
+        if self._saved is not None and self._saved["progress"]["base"]:
+            self._restore(trainer)
+        else:
+            base = self._loader_batch * trainer.accumulate_grad_batches
+            (factors, *_), self._saved = self._factors, None
+            self._progress = GrowthProgress(base, self._loader_batch, first_step=factors.steps)
+        if self.unit == "samples" or self._progress.tokens:
+            self._check(trainer)
+        self._is_running = True
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        before, self._loader_batch = self._loader_batch, loader_batch_of_all(trainer, NAME)
+        if self._loader_batch != before:  # loaders that are reloaded
+            self._check(trainer)
+            self._begin(trainer)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        progress = self._progress
+        if self.unit == "tokens" and not progress.tokens:
+            progress.samples, progress.tokens = over_replicas(trainer, count_samples(batch), count_tokens(batch))
+            self._check(trainer)
+        if batch_idx % trainer.accumulate_grad_batches:
+            return
+        due = progress.grown if self.plan.has_plateaus else self.plan.reached(self._now(trainer))
+        level = progress.next_level(due, lambda each: batch_idx % self._shares(trainer, each).accumulate == 0)
+        if level != progress.level:
+            before, progress.level = self.global_batch, level
+            self._begin(trainer)
+            now, units = progress.at(self.plan, level), progress.units
+            tell_level(trainer, batch_idx, before * units, now, units, self.unit)
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        log_growth(trainer, pl_module, self._factors, self.global_batch, self._progress.units)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.on_plateau is None or trainer.sanity_checking or not self._is_running:
+            return
+        value = trainer.callback_metrics.get(self.on_plateau)
+        if value is None:
+            raise ValueError(
+                f"BatchSizeGrowth(on_plateau={self.on_plateau!r}): no such value has been logged. There are "
+                f"{sorted(trainer.callback_metrics)}."
+            )
+        value = value.detach().clone().to(trainer.strategy.root_device)
+        mean = float(trainer.strategy.reduce(value, reduce_op="mean"))  # so that ranks grow together
+        self._progress.observe(mean, self.patience, self.min_delta, self.mode)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._factors.release(self)
+        self._give_back()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._factors.release(self)  # accumulate_grad_batches stays, for checkpoints that are saved now
+        self._is_running = False
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self._saved or {STATES: self._factors.state(), "progress": self._progress.state()}
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        unknown = {STATES: states_of_any(checkpoint), "progress": GrowthProgress().state()}
+        self.load_state_dict(checkpoint["callbacks"].get(self.state_key, unknown))
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._factors.keep(state_dict[STATES])
+        self._saved = state_dict
+        if self._is_running and self._given is not None:  # between two batches
+            self._factors.resume()
+            self._restore(self._given[0])
+
+    def _restore(self, trainer: Trainer) -> None:
+        """Go on from a state.
+
+        Raises:
+            ValueError: If it counts in another unit.
+        """
+        assert self._saved is not None
+        self._progress, self._saved = GrowthProgress(**self._saved["progress"]), None
+        if self.level and bool(self._progress.tokens) != (self.unit == "tokens"):
+            raise ValueError(
+                f"BatchSizeGrowth(unit={self.unit!r}): the checkpoint is of a batch that has grown by another unit. "
+                "Keep the unit."
+            )
+        if self.unit == "samples":
+            self._progress.tokens = 0
+        self._begin(trainer)
+
+    def _check(self, trainer: Trainer) -> None:
+        """Refuse levels that cannot be."""
+        check_levels(self._progress, self.plan, self._loader_batch, trainer.num_training_batches)
+
+    def _shares(self, trainer: Trainer, level: int) -> Shares:
+        """How a level's batch is shared out."""
+        replicas = num_replicas(trainer)
+        windows = self._progress.at(self.plan, level).batch // self._loader_batch
+        return share_out(windows * replicas, replicas)
+
+    def _begin(self, trainer: Trainer) -> None:
+        """Have the batch and the rates of the present level."""
+        self._apply(trainer, self._shares(trainer, self.level))
+        rate = self._progress.at(self.plan, self.level).rate
+        for factors, optimizer in zip(self._factors, self._factors.optimizers, strict=True):
+            factors.set(self, rate, correct_momentum=bool(getattr(optimizer, "rate_in_momentum", False)))
+
+    def _apply(self, trainer: Trainer, shares: Shares) -> None:
+        trainer.accumulate_grad_batches = shares.accumulate
+
+    def _now(self, trainer: Trainer) -> int:
+        """Where the run is, as milestones count."""
+        (factors, *_) = self._factors
+        return trainer.current_epoch if self.interval == "epoch" else factors.steps - self._progress.first_step
+
+    def _give_back(self) -> None:
+        """Let the Trainer have its own accumulation."""
+        if self._given is not None:
+            trainer, own = self._given
+            trainer.accumulate_grad_batches = own
+        self._given, self._is_running = None, False
