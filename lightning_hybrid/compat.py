@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import Tensor, nn
 
@@ -439,3 +439,9 @@ def forget_unscaled(precision: Precision) -> None:
 def averaged_model(callback: Callback) -> nn.Module | None:
     """The average that a `WeightAveraging` keeps of the weights; its state has nothing of it."""
     return getattr(callback, "_average_model", None) if isinstance(callback, WeightAveraging) else None
+
+
+def forget_saved(callback: Callback, step: int) -> None:
+    """Let a `ModelCheckpoint` save at a later step than this one once more: the run has gone back behind it."""
+    if isinstance(callback, ModelCheckpoint) and callback._last_global_step_saved > step:
+        callback._last_global_step_saved = 0

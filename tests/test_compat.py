@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
@@ -725,3 +725,17 @@ def test_an_average_of_weights_is_known():
     found = compat.averaged_model(average)
     assert len(list(found.parameters())) == len(list(Small().parameters()))
     assert compat.averaged_model(Callback()) is None
+
+
+def test_a_checkpoint_is_saved_again_at_a_step_that_comes_again(tmp_path):
+    class SavesAgain(Callback):
+        def on_train_end(self, trainer, pl_module):
+            compat.forget_saved(saving, trainer.global_step)
+            saving.on_train_batch_end(trainer, pl_module, None, None, 1)
+            self.before = len(list(tmp_path.iterdir()))
+            compat.forget_saved(saving, trainer.global_step - 1)
+            saving.on_train_batch_end(trainer, pl_module, None, None, 1)
+
+    saving, again = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=2), SavesAgain()
+    fit(Small(), loader(8, 4), callbacks=[again, saving], enable_checkpointing=True)
+    assert (again.before, len(list(tmp_path.iterdir()))) == (1, 2)

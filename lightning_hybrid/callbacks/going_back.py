@@ -15,6 +15,7 @@ from lightning_hybrid.callbacks.callback_states import leave_batch
 from lightning_hybrid.callbacks.feeds import Item, Recorder
 from lightning_hybrid.callbacks.kept_batches import Kept, KeptBatches, unheard
 from lightning_hybrid.callbacks.run_snapshot import HostCopies, RunSnapshot
+from lightning_hybrid.compat import forget_saved
 
 COUNTS = ("ready", "started", "processed", "completed")
 Advance = Callable[[Any], None]
@@ -206,7 +207,10 @@ class Course:
         retry.then()
         with unheard(self._trainer):
             self._train(advance, self._batches.between(snapshot.batch, stop))
-        return int(self._trainer.global_step) - snapshot.step
+        step = int(self._trainer.global_step)
+        for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
+            forget_saved(callback, step)
+        return step - snapshot.step
 
     def _train(self, advance: Advance, kept: list[Kept]) -> None:
         """Train on batches, which may have gaps between them."""

@@ -5,7 +5,7 @@ from copy import deepcopy
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 
 from lightning_hybrid.callbacks import (
     ActivationCompression,
@@ -231,3 +231,19 @@ def test_counts_of_experts_go_back(tmp_path):
     assert routed(Experts, data(poisoned=[7]), [rollback]) == expected
     assert len(expected[0]) == 8
     assert routed(Experts, data(without=[7]), [Twice()]) == expected
+
+
+def test_a_step_that_comes_again_is_saved_again(tmp_path):
+    """Batches 4 to 7 are left out when step 6 has been saved: what was saved there had seen two of them."""
+    states = []
+    for name, loader in (("clean", data(without=range(4, 8))), ("found", data(poisoned=[7]))):
+        folder = tmp_path / name
+        saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=2)
+        rollback = DivergenceRollback(skip_batches=4, snapshot_every=2, keep=4, audit=str(tmp_path / "audit.csv"))
+        run(Scheduled, loader, saving, rollback, enable_checkpointing=True)
+        files = {path.name: torch.load(path, weights_only=False)["state_dict"] for path in folder.glob("*.ckpt")}
+        states.append(files)
+    clean, found = states
+    assert rollback.rollbacks == 1
+    assert "step=6.ckpt" in found
+    compared(found, clean)
