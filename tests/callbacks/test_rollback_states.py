@@ -10,6 +10,7 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_hybrid import FP16MasterWeights
 from lightning_hybrid.callbacks import (
+    BatchSizeGrowth,
     DivergenceRollback,
     GradientNoise,
     GradientNoiseScaleMonitor,
@@ -155,3 +156,26 @@ def test_a_loss_scale_goes_back_and_a_skipped_step_is_no_divergence(tmp_path):
             assert of_found == of_expected
             assert of_found[1]["scale"] < 2.0**20  # not all of 11 steps were applied
             compared(found, expected)
+
+
+def growing(strategy, replicas, path, rollback):
+    """On a rank, or in one process: a run whose batch has grown when batch 7 is bad, or which never had its window."""
+    growth = BatchSizeGrowth([3, 9], max_batch=8, interval="step")
+    callbacks = [growth, DivergenceRollback(audit=path)] if rollback else [growth]
+    loader = data(poisoned=[7], replicas=replicas) if rollback else data(without=[6, 7], replicas=replicas)
+    trainer = trainer_of(strategy(), callbacks=callbacks, max_epochs=2, use_distributed_sampler=False)
+    trainer.fit(Scheduled(), loader)
+    return dict(weights(trainer)), (trainer.global_step, growth.state_dict()["progress"])
+
+
+def both_growing(strategy, replicas, path):
+    """On a rank, or in one process."""
+    return [growing(strategy, replicas, path, rollback) for rollback in (True, False)]
+
+
+def test_a_run_goes_back_over_a_growth_of_its_batch(tmp_path):
+    path = str(tmp_path / "audit.csv")
+    for outcomes in ([both_growing(auto, 1, path)], run_trainers(4, both_growing, hybrid, 2, path)):
+        for (found, of_found), (expected, of_expected) in outcomes:
+            assert of_found == of_expected
+            compared(found, expected, rtol=1e-9)
