@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.optim.lr_scheduler import ExponentialLR, MultiStepLR, StepLR
 from typing_extensions import Self, override
 
 from lightning_hybrid.callbacks.fit_factors import STATES, FitFactors, states_of_any
@@ -15,19 +14,20 @@ from lightning_hybrid.callbacks.global_batch import (
     count_samples,
     count_tokens,
     loader_batch_of_all,
-    num_replicas,
     over_replicas,
 )
 from lightning_hybrid.callbacks.growth_arguments import (
     check_choices,
     check_patience,
+    check_schedulers,
     check_trainer,
     decays_of,
     plan_of,
 )
 from lightning_hybrid.callbacks.growth_progress import GrowthProgress, check_levels
-from lightning_hybrid.callbacks.growth_reports import log_growth, tell_level
-from lightning_hybrid.functional.growth import Shares, growth_of, share_out
+from lightning_hybrid.callbacks.growth_reports import log_growth, mean_of, tell_level
+from lightning_hybrid.callbacks.growth_sharing import BatchSharing
+from lightning_hybrid.functional.growth import Shares, growth_of
 
 NAME = "BatchSizeGrowth"
 
@@ -35,9 +35,10 @@ NAME = "BatchSizeGrowth"
 class BatchSizeGrowth(Callback):
     """Lets the batch of a step grow at milestones, or when a value stops to improve, and the learning rate stay.
 
-    The batch grows by `accumulate_grad_batches`. Level k has the global batch B_k = B_0 x factors, in whole loader
-    batches and up to `max_batch`. What the batch cannot take, the rate takes: it is multiplied by
-    (B_k / B_0) / factors. So the noise scale eps N / (B (1 - m)) is that of rates which decay by the factors, exactly.
+    The batch grows by `accumulate_grad_batches`, and then by micro-batches of a pipeline's schedule. Level k has the
+    global batch B_k = B_0 x factors, in whole loader batches and up to `max_batch`. What the batch cannot take, the
+    rate takes: it is multiplied by (B_k / B_0) / factors. So the noise scale eps N / (B (1 - m)) is that of rates which
+    decay by the factors, exactly.
 
     A level begins with a window: before the first batch, at or after its milestone, at which the batches of the epoch
     so far are a multiple of the old and the new `accumulate_grad_batches`. So no window is short, and samples come in
@@ -60,6 +61,10 @@ class BatchSizeGrowth(Callback):
         patience: Validations in a row without improvement.
         min_delta: What counts as improvement, at least 0.
         mode: Whether lower ("min") or higher ("max") is better.
+        max_accumulate: Most runs of a step that are accumulated, while they may have more micro-batches.
+        max_microbatches: Most micro-batches that one run of the pipeline's schedule has, of batches of the loader that
+            are joined for it. None leaves them as the strategy has them; give both, or neither. What exceeds both is
+            accumulated.
 
     Attributes:
         plan: When the batch grows, and by what.
@@ -84,6 +89,8 @@ class BatchSizeGrowth(Callback):
         patience: int = 5,
         min_delta: float = 0.0,
         mode: Literal["min", "max"] = "min",
+        max_accumulate: int | None = None,
+        max_microbatches: int | None = None,
     ) -> None:
         check_choices(unit, interval, mode)
         check_patience(patience, min_delta)
@@ -94,7 +101,7 @@ class BatchSizeGrowth(Callback):
         self._factors = FitFactors()
         self._progress = GrowthProgress()
         self._saved: dict[str, Any] | None = None
-        self._given: tuple[Trainer, int] | None = None  # the Trainer, and its own accumulate_grad_batches
+        self._sharing = BatchSharing(max_accumulate, max_microbatches)
         self._loader_batch = 0  # of all replicas
         self._is_running = False
 
@@ -140,24 +147,21 @@ class BatchSizeGrowth(Callback):
             return
         self._give_back()  # of a fit that has failed
         check_trainer(trainer, pl_module, NAME)
-        self._given, self._is_running = (trainer, trainer.accumulate_grad_batches), False
+        self._sharing.setup(trainer, pl_module)
         self._factors.reset()
         self._progress, self._saved = GrowthProgress(), None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._factors.attach(trainer, NAME)
-        kinds = (StepLR, MultiStepLR, ExponentialLR)
-        for config in trainer.lr_scheduler_configs if self._replaces_schedule else ():
-            if isinstance(config.scheduler, kinds):
-                raise ValueError(
-                    f"BatchSizeGrowth.from_lr_schedule takes the place of {type(config.scheduler).__name__}, which "
-                    "configure_optimizers returns too: the noise would decay twice. Leave the scheduler out."
-                )
+        if self._replaces_schedule:
+            check_schedulers(trainer)
+        self._sharing.attach(self._grow)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._factors.resume()
+        self._sharing.check()
         self._loader_batch = loader_batch_of_all(trainer, NAME)
         if self.plan.has_plateaus and not trainer.enable_validation:
             raise ValueError(
@@ -165,11 +169,12 @@ class BatchSizeGrowth(Callback):
                 "Trainer a validation loader, or give milestones."
             )
         if self._saved is not None and self._saved["progress"]["base"]:
-            self._restore(trainer)
+            self._restore()
         else:
             base = self._loader_batch * trainer.accumulate_grad_batches
             (factors, *_), self._saved = self._factors, None
             self._progress = GrowthProgress(base, self._loader_batch, first_step=factors.steps)
+            self._sharing.apply(self._sharing.shares(trainer.accumulate_grad_batches))
         if self.unit == "samples" or self._progress.tokens:
             self._check(trainer)
         self._is_running = True
@@ -179,7 +184,7 @@ class BatchSizeGrowth(Callback):
         before, self._loader_batch = self._loader_batch, loader_batch_of_all(trainer, NAME)
         if self._loader_batch != before:  # loaders that are reloaded
             self._check(trainer)
-            self._begin(trainer)
+            self._begin()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -187,15 +192,20 @@ class BatchSizeGrowth(Callback):
         if self.unit == "tokens" and not progress.tokens:
             progress.samples, progress.tokens = over_replicas(trainer, count_samples(batch), count_tokens(batch))
             self._check(trainer)
-        if batch_idx % trainer.accumulate_grad_batches:
+
+    def _grow(self, trainer: Trainer) -> None:
+        """Begin the level that is due, if a window of it can begin with the next batch."""
+        progress, batch_idx = self._progress, trainer.fit_loop.batch_idx + 1
+        is_known = self.unit == "samples" or progress.tokens
+        if batch_idx % trainer.accumulate_grad_batches or not is_known:
             return
         due = progress.grown if self.plan.has_plateaus else self.plan.reached(self._now(trainer))
-        level = progress.next_level(due, lambda each: batch_idx % self._shares(trainer, each).accumulate == 0)
+        level = progress.next_level(due, lambda each: batch_idx % self._window(each) == 0)
         if level != progress.level:
             before, progress.level = self.global_batch, level
-            self._begin(trainer)
+            shares = self._begin()
             now, units = progress.at(self.plan, level), progress.units
-            tell_level(trainer, batch_idx, before * units, now, units, self.unit)
+            tell_level(trainer, batch_idx, before * units, now, shares, units, self.unit)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -205,15 +215,7 @@ class BatchSizeGrowth(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.on_plateau is None or trainer.sanity_checking or not self._is_running:
             return
-        value = trainer.callback_metrics.get(self.on_plateau)
-        if value is None:
-            raise ValueError(
-                f"BatchSizeGrowth(on_plateau={self.on_plateau!r}): no such value has been logged. There are "
-                f"{sorted(trainer.callback_metrics)}."
-            )
-        value = value.detach().clone().to(trainer.strategy.root_device)
-        mean = float(trainer.strategy.reduce(value, reduce_op="mean"))  # so that ranks grow together
-        self._progress.observe(mean, self.patience, self.min_delta, self.mode)
+        self._progress.observe(mean_of(trainer, self.on_plateau), self.patience, self.min_delta, self.mode)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -238,11 +240,11 @@ class BatchSizeGrowth(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._factors.keep(state_dict[STATES])
         self._saved = state_dict
-        if self._is_running and self._given is not None:  # between two batches
+        if self._is_running:  # between two batches
             self._factors.resume()
-            self._restore(self._given[0])
+            self._restore()
 
-    def _restore(self, trainer: Trainer) -> None:
+    def _restore(self) -> None:
         """Go on from a state.
 
         Raises:
@@ -257,27 +259,24 @@ class BatchSizeGrowth(Callback):
             )
         if self.unit == "samples":
             self._progress.tokens = 0
-        self._begin(trainer)
+        self._begin()
 
     def _check(self, trainer: Trainer) -> None:
         """Refuse levels that cannot be."""
         check_levels(self._progress, self.plan, self._loader_batch, trainer.num_training_batches)
 
-    def _shares(self, trainer: Trainer, level: int) -> Shares:
-        """How a level's batch is shared out."""
-        replicas = num_replicas(trainer)
-        windows = self._progress.at(self.plan, level).batch // self._loader_batch
-        return share_out(windows * replicas, replicas)
+    def _window(self, level: int) -> int:
+        """Batches of the loader in a step of a level."""
+        return self._progress.at(self.plan, level).batch // self._loader_batch
 
-    def _begin(self, trainer: Trainer) -> None:
+    def _begin(self) -> Shares:
         """Have the batch and the rates of the present level."""
-        self._apply(trainer, self._shares(trainer, self.level))
+        shares = self._sharing.shares(self._window(self.level))
+        self._sharing.apply(shares)
         rate = self._progress.at(self.plan, self.level).rate
         for factors, optimizer in zip(self._factors, self._factors.optimizers, strict=True):
             factors.set(self, rate, correct_momentum=bool(getattr(optimizer, "rate_in_momentum", False)))
-
-    def _apply(self, trainer: Trainer, shares: Shares) -> None:
-        trainer.accumulate_grad_batches = shares.accumulate
+        return shares
 
     def _now(self, trainer: Trainer) -> int:
         """Where the run is, as milestones count."""
@@ -286,7 +285,5 @@ class BatchSizeGrowth(Callback):
 
     def _give_back(self) -> None:
         """Let the Trainer have its own accumulation."""
-        if self._given is not None:
-            trainer, own = self._given
-            trainer.accumulate_grad_batches = own
-        self._given, self._is_running = None, False
+        self._sharing.give_back()
+        self._is_running = False

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch.optim.lr_scheduler import ExponentialLR, MultiStepLR, StepLR
 
 from lightning_hybrid.callbacks.arguments import check_whole
 from lightning_hybrid.callbacks.growth_progress import GrowthPlan
@@ -127,3 +128,17 @@ def check_trainer(trainer: Trainer, pl_module: LightningModule, name: str) -> No
     for kind, reason in reasons.items():
         if any(isinstance(callback, kind) for callback in callbacks):
             raise ValueError(f"{kind.__name__} {reason}, beside {name}. Leave one of the two out.")
+
+
+def check_schedulers(trainer: Trainer) -> None:
+    """Refuse a schedule beside the growth that takes its place; from `on_fit_start` on.
+
+    Raises:
+        ValueError: Naming the scheduler.
+    """
+    for config in trainer.lr_scheduler_configs:
+        if isinstance(config.scheduler, StepLR | MultiStepLR | ExponentialLR):
+            raise ValueError(
+                f"BatchSizeGrowth.from_lr_schedule takes the place of {type(config.scheduler).__name__}, which "
+                "configure_optimizers returns too: the noise would decay twice. Leave the scheduler out."
+            )

@@ -288,4 +288,4 @@ class Engine(Holdings):
             yield
 
     def _start_streams(self, step: Step, micro_batch: int) -> None:
-        Streams(self.mesh.device).seed(self.seed, *step.name, micro_batch, self.mesh.data_rank)
+        Streams(self.mesh.device).seed(self.seed, *step.stream(micro_batch), self.mesh.data_rank)

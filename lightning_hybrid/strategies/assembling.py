@@ -26,6 +26,7 @@ from lightning_hybrid.strategies.assembly import Assembly
 from lightning_hybrid.strategies.hooks import SharedHooks
 from lightning_hybrid.strategies.metric_objects import MetricObjects
 from lightning_hybrid.strategies.optimizers import ParameterGroups
+from lightning_hybrid.strategies.splitting import Splitter
 from lightning_hybrid.strategies.steps import StepRunner
 from lightning_hybrid.strategies.survey import Ground, warn_of_batch_norm
 
@@ -84,8 +85,8 @@ def assemble(
     if ground.initialiser is not None and groups is not None:
         groups.keep(engine.named_parameters())
     metrics = MetricObjects(module, mesh, cut.keeper if cut else None)
-    num_microbatches = options["num_microbatches"]
-    runner = StepRunner(module, engine, metrics, options["schedule"], options["num_chunks"], num_microbatches)
+    schedule, num_chunks, num_microbatches = (options[key] for key in ("schedule", "num_chunks", "num_microbatches"))
+    runner = StepRunner(module, engine, metrics, Splitter(module, engine, schedule, num_chunks, num_microbatches))
     return Assembly(module, engine, runner, SharedHooks(module, engine), outline, groups, is_plain)
 
 

@@ -55,7 +55,8 @@ class Window:
         """
         if turn.first:
             self.weight = 0.0
-        self.num_batches, self.loss_scale, self.weight_unit = turn.index + 1, turn.loss_scale, turn.weight_unit
+        self.num_batches = turn.index + turn.count
+        self.loss_scale, self.weight_unit = turn.loss_scale, turn.weight_unit
         if num_plain and (num_weighted or self.weight):
             raise ValueError(
                 f"training_step returned a loss_weight for {num_weighted:.0f} micro-batches and none for "
@@ -79,6 +80,7 @@ class Turn:
         last: The batch ends it.
         loss_scale: What losses are multiplied by before they are differentiated.
         weight_unit: Power of two that loss weights are divided by meanwhile.
+        count: Batches of the loader that are joined in it.
     """
 
     accumulate: int = 1
@@ -86,6 +88,7 @@ class Turn:
     last: bool = True
     loss_scale: float = 1.0
     weight_unit: float = 1.0
+    count: int = 1
 
     @property
     def first(self) -> bool:
@@ -98,30 +101,35 @@ class Turn:
 
 
 class Shares:
-    """Each micro-batch's share of the samples of a batch over all replicas, by Lightning's rule for accumulation.
+    """Each micro-batch's share of the samples of its batch over all replicas, by Lightning's rule for accumulation.
 
     Args:
         mesh: Groups of this rank; all replicas make one together.
         sizes: Samples of this replica's micro-batches.
         turn: The batch's place in its accumulation window.
+        batches: For each micro-batch, the number of its batch among those that are joined; empty if there is only one.
 
     Attributes:
         sizes: As given.
     """
 
-    def __init__(self, mesh: Mesh, sizes: Sequence[int], turn: Turn) -> None:
-        self.sizes, self._turn, self._total = sizes, turn, float(sum(sizes))
+    def __init__(self, mesh: Mesh, sizes: Sequence[int], turn: Turn, batches: Sequence[int] = ()) -> None:
+        self.sizes, self._turn, self._batches = sizes, turn, batches or [0] * len(sizes)
+        self._totals = [0] * turn.count
+        for number, size in zip(self._batches, sizes, strict=True):
+            self._totals[number] += size
         self._work: Any = None
-        if mesh.layout.data > 1:  # the sum travels while the first micro-batches compute
-            self._sum = torch.tensor(sum(sizes), device=mesh.device)
-            self._work = dist.all_reduce(self._sum, group=mesh.data_group, async_op=True)
+        if mesh.layout.data > 1:  # the sums travel while the first micro-batches compute
+            self._sums = torch.tensor(self._totals, device=mesh.device)
+            self._work = dist.all_reduce(self._sums, group=mesh.data_group, async_op=True)
 
     def __call__(self, micro_batch: int) -> float:
         """The share of one micro-batch, times the loss scale."""
         if self._work is not None:
             self._work.wait()
-            self._work, self._total = None, float(self._sum)
-        return self.sizes[micro_batch] / self._total / self._turn.accumulate * self._turn.loss_scale
+            self._work, self._totals = None, self._sums.tolist()
+        total = self._totals[self._batches[micro_batch]]
+        return self.sizes[micro_batch] / total / self._turn.accumulate * self._turn.loss_scale
 
 
 def warn_of_dropped(name: str, value: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
@@ -34,6 +34,22 @@ class MeasuredStrategy(StatefulStrategy):
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         named = ((name, p) for name, p in engine.named_parameters().items() if p in held and p.grad is not None)
         return {name: part_of(p.grad, *(engine.share(name) or ())) for name, p in named if p.grad is not None}
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches that a replica's batch of samples enough is cut into; known once the model has been set up."""
+        return self.assembly.runner.splitter.wanted
+
+    def join_batches(self, sizes: Sequence[int]) -> None:
+        """Say that the next training batch joins several of the loader's, in this order.
+
+        It is trained on as on an accumulation of them, in one run of the schedule: each is cut and weighted as without
+        the others, and draws its own random numbers. The training loop counts all of them.
+
+        Args:
+            sizes: Samples of each; empty if it joins none.
+        """
+        self.assembly.runner.splitter.joined = tuple(sizes)
 
     @property
     def awaits_optimizer_states(self) -> bool:

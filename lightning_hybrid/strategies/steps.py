@@ -12,19 +12,11 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_hybrid.functional.schedules import usable_microbatches
 from lightning_hybrid.parallel.engine import Engine
 from lightning_hybrid.parallel.gradients import divide_gradients
 from lightning_hybrid.parallel.pipeline.executor import Step
-from lightning_hybrid.parallel.pipeline.microbatch import (
-    batch_size,
-    check_even,
-    check_visible,
-    split_batch,
-    structure_key,
-)
+from lightning_hybrid.parallel.pipeline.microbatch import structure_key
 from lightning_hybrid.parallel.tensor.parallel import whole_tree
-from lightning_hybrid.strategies.loaders import check_same_batch
 from lightning_hybrid.strategies.losses import (
     LOSS,
     Counts,
@@ -40,8 +32,7 @@ from lightning_hybrid.strategies.metric_objects import MetricObjects
 from lightning_hybrid.strategies.predictions import gather_predictions, share_of
 from lightning_hybrid.strategies.records import Exchange, Key, Recorder, outputs, replay
 from lightning_hybrid.strategies.signals import signals_of
-
-CHECKED_BATCHES = 3  # batches of each kind of step whose equality over a replica's ranks is checked
+from lightning_hybrid.strategies.splitting import Split, Splitter, streams_of
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -56,21 +47,16 @@ class StepRunner:
         module: The user's module.
         engine: The engine.
         metrics: Its metric objects.
-        schedule: Name of the schedule, for the number of micro-batches.
-        num_chunks: Stages of each rank.
-        num_microbatches: Wanted number, or "auto".
+        splitter: Cuts batches into micro-batches.
         window: What is known of the accumulation window.
     """
 
     module: LightningModule
     engine: Engine
     metrics: MetricObjects
-    schedule: str
-    num_chunks: int
-    num_microbatches: int | str
+    splitter: Splitter
     window: Window = field(default_factory=Window)
     _exchanges: dict[str, Exchange] = field(default_factory=dict)
-    _checked: dict[str, int] = field(default_factory=dict)
     _rechecks: int = 0
     _dropped: set[str] = field(default_factory=set)
     _whole: dict[str, Any] | None = None  # what the step returned besides scalars, where one step sees the whole batch
@@ -96,11 +82,11 @@ class StepRunner:
         Returns:
             What the user's step returned, combined over micro-batches and replicas, equal on all ranks.
         """
-        parts, sizes = self._split(args[0], "training_step")
+        split = self._split(args[0], "training_step")
         recorder, counts = self._recorder(), Counts()
-        share = Shares(self.engine.mesh, sizes, turn)
-        step = self._step("training_step", parts, sizes, args, context, recorder, name)
-        self.engine.watch(lambda: self._step("training_step", parts, sizes, args, context, self._recorder(), name))
+        share = Shares(self.engine.mesh, split.sizes, turn, [number for number, _ in split.places])
+        step = self._step("training_step", split, args, context, recorder, name)
+        self.engine.watch(lambda: self._step("training_step", split, args, context, self._recorder(), name))
         plans = self.engine.prepare(step, training=True)
         on_planned()
         weighted = bool(plans) and all(plan.weighted for of_stage in plans for plan in of_stage.values())
@@ -139,7 +125,7 @@ class StepRunner:
         """
         recorder, samples = self._recorder(), shares.sizes[0]
         self.engine.num_samples = samples
-        step = self._step("training_step", [args[0]], [samples], args, context, recorder, name)
+        step = self._step("training_step", Split([args[0]], [samples]), args, context, recorder, name)
         self._whole = {}
         self._record_outputs(recorder, self.engine.run_whole(step), samples)
         combined = self._heed_signals("training_step", recorder)
@@ -161,12 +147,14 @@ class StepRunner:
         """
         recorder = self._recorder()
         self.engine.num_samples = 0
-        parts, sizes = self._split(args[0], hook) if counts else ([], [])
-        step = self._step(hook, parts, sizes, args, context, recorder, name)
+        split = self._split(args[0], hook) if counts else Split()
+        step = self._step(hook, split, args, context, recorder, name)
         with self.engine.apart(step):
             if counts:
                 plans = self.engine.prepare(step, training=False)
-                self.engine.evaluate(step, plans, lambda i, output: self._record_outputs(recorder, output, sizes[i]))
+                self.engine.evaluate(
+                    step, plans, lambda i, output: self._record_outputs(recorder, output, split.sizes[i])
+                )
         combined = self._heed_signals(hook, recorder)
         self._replay(combined, on_step=False)
         values = {**outputs(combined), **((self._whole or {}) if counts else {})}
@@ -191,13 +179,13 @@ class StepRunner:
             indices: Numbers of this replica's samples, if known.
         """
         recorder, outputs = self._recorder(), dict[int, Any]()
-        parts, sizes = self._split(args[0], "predict_step") if counts else ([], [])
-        step = self._step("predict_step", parts, sizes, args, context, recorder, name)
+        split = self._split(args[0], "predict_step") if counts else Split()
+        step = self._step("predict_step", split, args, context, recorder, name)
         with self.engine.apart(step):
             if counts:
                 plans = self.engine.prepare(step, training=False)
                 self.engine.evaluate(step, plans, outputs.__setitem__)
-        own = share_of([outputs[i] for i in range(len(sizes))], sizes, indices) if outputs else None
+        own = share_of([outputs[i] for i in range(len(split.sizes))], split.sizes, indices) if outputs else None
         if own is not None and recorder.entries:
             own.value = ValueError(
                 f"predict_step logs {next(iter(recorder.entries)).name!r}: Lightning has no log then."
@@ -206,39 +194,21 @@ class StepRunner:
         self._heed_signals("predict_step")
         return predictions
 
-    def _split(self, batch: Any, hook: str) -> tuple[list[Any], list[int]]:
-        layout, spread = self.engine.mesh.layout, self.engine.spread
-        pipeline, training = layout.pipeline, hook == "training_step"
-        if layout.replica > 1 and self._checked.get(hook, 0) < CHECKED_BATCHES:
-            self._checked[hook] = self._checked.get(hook, 0) + 1
-            check_same_batch(batch, self.engine.mesh)
-        samples = batch_size(batch)
-        self.engine.num_samples = samples
-        wanted = self.num_microbatches
-        if isinstance(wanted, str):
-            wanted = 1 if pipeline == 1 else 4 * pipeline
-        usable = usable_microbatches(self.schedule, pipeline, self.num_chunks, wanted, max(samples, 1))
-        custom = getattr(self.module, "split_batch", None)
-        if custom is None and (usable > 1 or wanted != 1 or layout.data > 1):
-            check_visible(batch)
-        usable = spread(usable)[0] if training and wanted > 1 else usable
-        parts = list(custom(batch, usable)) if callable(custom) else split_batch(batch, usable)
-        if training and callable(custom):
-            check_even(*spread(len(parts)))
-        self._whole = {} if pipeline == 1 and len(parts) == 1 else None
-        return parts, [batch_size(part) for part in parts]
+    def _split(self, batch: Any, hook: str) -> Split:
+        split = self.splitter.split(batch, hook)
+        self._whole = {} if self.engine.mesh.layout.pipeline == 1 and len(split.parts) == 1 else None
+        return split
 
     def _step(
         self,
         hook: str,
-        parts: list[Any],
-        sizes: list[int],
+        split: Split,
         args: Sequence[Any],
         context: Context,
         recorder: Recorder,
         name: tuple[object, ...],
     ) -> Step:
-        function = getattr(self.module, hook)
+        function, parts, sizes = getattr(self.module, hook), split.parts, split.sizes
 
         def call(micro_batch: int) -> Any:
             together = self.engine.cut is None and len(parts) == 1  # all ranks are in the same step at the same time
@@ -250,7 +220,8 @@ class StepRunner:
             return output
 
         mode = (hook, self.module.training, torch.is_grad_enabled())
-        return Step((hook, *name), [(mode, structure_key(part)) for part in parts], call, sizes)
+        keys = [(mode, structure_key(part)) for part in parts]
+        return Step((hook, *name), keys, call, sizes, [(hook, *stream) for stream in streams_of(split, name)])
 
     def _recorder(self) -> Recorder:
         cut = self.engine.cut

@@ -44,9 +44,10 @@ class Training:
         """
         trainer, engine = assembly.module.trainer, assembly.engine
         turn = self._turn(assembly, precision, args[0])
+        batch_idx = trainer.fit_loop.batch_idx + 1 - turn.count  # of the first, if several are joined
         if turn.first:
             engine.forget_gradients()  # of a window that was never applied
-        if trainer.fit_loop.batch_idx == 0 and engine.planner is not None:
+        if batch_idx == 0 and engine.planner is not None:
             engine.planner.heed_frozen()
 
         def on_planned() -> None:
@@ -61,7 +62,7 @@ class Training:
             args,
             precision.train_step_context,
             turn,
-            name=(trainer.current_epoch, trainer.fit_loop.batch_idx),
+            name=(trainer.current_epoch, batch_idx),
             on_planned=on_planned,
         )
         self.taken = take_gradients(engine.local_parameters())
@@ -73,11 +74,12 @@ class Training:
     def _turn(assembly: Assembly, precision: Precision, batch: Any) -> Turn:
         trainer = assembly.module.trainer
         accumulate = trainer.accumulate_grad_batches
-        index = trainer.fit_loop.batch_idx % accumulate  # 0 when Lightning zeroes gradients too
+        count = len(assembly.runner.splitter.joined) or 1
+        index = (trainer.fit_loop.batch_idx + 1 - count) % accumulate  # 0 when Lightning zeroes gradients too
         scale, unit = 1.0, 1.0
         if isinstance(precision, Masters):
             scale, unit = precision.loss_scale, precision.unit_of(batch)
-        return Turn(accumulate, index, not is_accumulating(trainer), scale, unit)
+        return Turn(accumulate, index, not is_accumulating(trainer), scale, unit, count)
 
     def step_by_hand(self, assembly: Assembly, precision: Precision, args: Sequence[Any]) -> Any:
         """Run one batch of a module that optimizes manually."""

@@ -56,9 +56,9 @@ def fitted(callback, strategy="auto", data=1, module=None, train=None, **options
     return seen, dict(weights(trainer))
 
 
-def by_hand(plan, epochs=1):
+def by_hand(plan, module=None):
     """Weights after the steps of a plan, (samples, factor of the rate), written without Lightning."""
-    module, (x, y), start = Net(), samples(SAMPLES).tensors, 0
+    module, (x, y), start = module or Net(), samples(SAMPLES).tensors, 0
     optimizer = torch.optim.SGD(module.parameters(), 0.02, momentum=0.9)
     for size, factor in plan:
         optimizer.param_groups[0]["lr"] = 0.02 * factor

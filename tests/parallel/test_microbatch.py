@@ -4,9 +4,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import default_collate
 from transformers import BatchEncoding
 
-from lightning_hybrid.parallel.pipeline.microbatch import batch_size, split_batch, split_sizes, structure_key
+from lightning_hybrid.parallel.pipeline.microbatch import (
+    batch_size,
+    join_batches,
+    split_batch,
+    split_by,
+    split_sizes,
+    structure_key,
+)
 
 Sample = namedtuple("Sample", "x names")
 
@@ -177,3 +185,43 @@ def test_the_two_parts_of_an_odd_batch_have_two_keys():
     first, second, third = split_batch(nested(7), 3)
     assert structure_key(first) != structure_key(second)
     assert structure_key(second) == structure_key(third)
+
+
+@pytest.mark.parametrize("wrap", [list, tuple])
+def test_joined_batches_are_what_the_loader_would_have_made_at_once(wrap):
+    """With texts, one for each sample, and what belongs to all samples."""
+    data = [(torch.tensor([i, -i]), f"name {i}", {"y": float(i)}) for i in range(5)]
+
+    def collated(part):
+        x, names, rest = default_collate(part)
+        return {"data": (x, wrap(names), rest), "scale": torch.tensor(0.5), "number": 7, "kinds": ["a", "b", "c"]}
+
+    joined, expected = join_batches([collated(data[:2]), collated(data[2:4]), collated(data[4:])]), collated(data)
+    (x, names, rest), (whole, all_names, all_rest) = joined.pop("data"), expected.pop("data")
+    assert torch.equal(x, whole)
+    assert torch.equal(rest["y"], all_rest["y"])
+    assert names == all_names
+    assert joined == expected
+    parts = split_by((x, names), [2, 2, 1])
+    assert [part[1] for part in parts] == [all_names[:2], all_names[2:4], all_names[4:]]
+
+
+X = torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("batches", "error", "message"),
+    [
+        ([X, torch.zeros(2, 4)], ValueError, r"tensors \[2, 3\] of torch.float32, \[2, 4\] of torch.float32 in one"),
+        ([X, X.double()], ValueError, r"\[2, 3\] of torch.float64 in one place"),
+        ([(X, torch.zeros(3)), (X, torch.zeros(3))], ValueError, r"\[3\] of torch.float32, .*for 2, 2 samples"),
+        ([{"x": X}, {"y": X}], ValueError, "2 batches of the loader .* have containers of different keys"),
+        ([{"x": X, "epoch": 1}, {"x": X, "epoch": 2}], ValueError, "the values 1, 2 in one place"),
+        ([(X, torch.tensor(1.0)), (X, torch.tensor(2.0))], ValueError, "of which one would count"),
+        ([(X, 1), (X, None)], ValueError, "things of types NoneType, int in one place"),
+        ([(X, slice(2)), (X, slice(2))], TypeError, "have a slice, which cannot be joined"),
+    ],
+)
+def test_batches_that_are_not_of_one_form_are_not_joined(batches, error, message):
+    with pytest.raises(error, match=message):
+        join_batches(batches)

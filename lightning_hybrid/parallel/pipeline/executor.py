@@ -34,12 +34,18 @@ class Step:
         keys: For each micro-batch, what its plan is valid for.
         call: Runs the user's step on a micro-batch, by number.
         sizes: For each micro-batch, its samples.
+        streams: For each micro-batch, what random numbers are derived from, if not from the name and its number.
     """
 
     name: tuple[object, ...]
     keys: Sequence[Hashable]
     call: Callable[[int], Any]
     sizes: Sequence[int] = ()
+    streams: Sequence[tuple[object, ...]] = ()
+
+    def stream(self, micro_batch: int) -> tuple[object, ...]:
+        """What a micro-batch's random numbers are derived from."""
+        return self.streams[micro_batch] if self.streams else (*self.name, micro_batch)
 
 
 @dataclass

@@ -1,8 +1,8 @@
-"""Cuts a batch into micro-batches along the first dimension of its tensors."""
+"""Cuts a batch into micro-batches along the first dimension of its tensors, and joins batches along it."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -65,13 +65,40 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
         ValueError: If a tensor's first dimension is not `B`.
         TypeError: If something is neither a tensor nor a constant.
     """
-    num_samples = batch_size(batch)
-    sizes = split_sizes(num_samples, num_microbatches)
+    return split_by(batch, split_sizes(batch_size(batch), num_microbatches))
+
+
+def split_by(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """Cut a batch, as :func:`split_batch` does, into micro-batches of `sizes` samples, which sum to all of them."""
     if len(sizes) == 1:
         return [batch]
+    num_samples = batch_size(batch)
     leaves, node = flatten(_mark_samples(batch, num_samples))
     parts = [_split_leaf(leaf, sizes, num_samples) for leaf in leaves]
     return [unflatten([part[i] for part in parts], node) for i in range(len(sizes))]
+
+
+def join_batches(batches: Sequence[Any]) -> Any:
+    """The batch of all samples of several: :func:`split_batch` would cut it into them, if they are equally large.
+
+    Args:
+        batches: At least one, of `B_1`, `B_2`, ... samples, as of :func:`split_batch`.
+
+    Returns:
+        The same containers; tensors `[B_1 + B_2 + ..., ...]`, joined lists of samples, and what is the same in all.
+
+    Raises:
+        ValueError: If batches differ in what cannot be joined.
+        TypeError: If something is neither a tensor nor a constant.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    sizes = [batch_size(batch) for batch in batches]
+    marked = [_mark_samples(batch, size) for batch, size in zip(batches, sizes, strict=True)]
+    columns, nodes = zip(*(flatten(each) for each in marked), strict=True)
+    if any(node != nodes[0] for node in nodes):
+        raise ValueError(f"{_JOINING.format(len(batches))} containers of different keys or lengths. {_ONE_SHAPE}")
+    return unflatten([_join_leaves(leaves, sizes) for leaves in zip(*columns, strict=True)], nodes[0])
 
 
 def take_samples(batch: Any, size: int) -> Any:
@@ -149,7 +176,40 @@ def _take_leaf(leaf: Any, order: list[int], num_samples: int) -> Any:
     return whole.index_select(0, torch.tensor(order, device=whole.device))
 
 
-def _split_leaf(leaf: Any, sizes: list[int], num_samples: int) -> list[Any]:
+_JOINING = "{} batches of the loader that are to be one batch have"
+_ONE_SHAPE = (
+    "Let the loader's collate_fn give all batches one form, such as one length, or do not let batches be joined."
+)
+
+
+def _join_leaves(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
+    first, joining = leaves[0], _JOINING.format(len(leaves))
+    if any(type(leaf) is not type(first) for leaf in leaves):
+        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
+        raise ValueError(f"{joining} things of types {kinds} in one place. {_ONE_SHAPE}")
+    if isinstance(first, _Samples):
+        return type(first.samples)(sample for leaf in leaves for sample in leaf.samples)
+    if not isinstance(first, Tensor | bool | int | float | complex | str | bytes | None):
+        raise TypeError(f"{joining} a {type(first).__name__}, which cannot be joined. {_ONE_SHAPE}")
+    if not isinstance(first, Tensor) or first.ndim == 0:
+        if any(not _same(leaf, first) for leaf in leaves):
+            values = ", ".join(map(repr, leaves))
+            raise ValueError(f"{joining} the values {values} in one place, of which one would count. {_ONE_SHAPE}")
+        return first
+    if [leaf.shape[0] for leaf in leaves] != [*sizes] or len({(leaf.shape[1:], leaf.dtype) for leaf in leaves}) > 1:
+        shapes = ", ".join(f"{list(leaf.shape)} of {leaf.dtype}" for leaf in leaves)
+        raise ValueError(
+            f"{joining} tensors {shapes} in one place, for {', '.join(map(str, sizes))} samples: they cannot be joined "
+            f"along samples. {_ONE_SHAPE}"
+        )
+    return torch.cat(list(leaves))
+
+
+def _same(leaf: Any, other: Any) -> bool:
+    return torch.equal(leaf, other) if isinstance(leaf, Tensor) else bool(leaf == other)
+
+
+def _split_leaf(leaf: Any, sizes: Sequence[int], num_samples: int) -> list[Any]:
     if isinstance(leaf, _Samples):
         bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         return [leaf.samples[a:b] for a, b in pairwise(bounds)]
@@ -168,4 +228,4 @@ def _split_leaf(leaf: Any, sizes: list[int], num_samples: int) -> list[Any]:
             f"be cut into {len(sizes)} micro-batches along the first dimension. Define split_batch(self, batch, "
             "num_microbatches) on the LightningModule, or set num_microbatches=1."
         )
-    return list(torch.split(leaf, sizes))
+    return list(torch.split(leaf, list(sizes)))
