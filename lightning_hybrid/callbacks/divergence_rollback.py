@@ -142,7 +142,8 @@ class DivergenceRollback(Callback):
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        self._losses.append(loss.detach())
+        joined = getattr(trainer.strategy, "joined_batches", 1)  # Lightning divides by batches of the loader
+        self._losses.append(loss.detach() * joined)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:

@@ -40,7 +40,7 @@ def step_values(trainer: Trainer, optimizer: Optimizer, losses: Sequence[Tensor]
     overflows = scaler is not None and not isfinite(norm_of_all)
     if overflows or getattr(precision, "is_skipped", False):
         return None
-    return mean * getattr(trainer.strategy, "joined_batches", 1), norm_of_all
+    return mean, norm_of_all
 
 
 def _norm(trainer: Trainer, optimizer: Optimizer) -> Tensor:

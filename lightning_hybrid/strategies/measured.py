@@ -40,6 +40,11 @@ class MeasuredStrategy(StatefulStrategy):
         """Micro-batches that a replica's batch of samples enough is cut into; known once the model has been set up."""
         return self.assembly.runner.splitter.wanted
 
+    @property
+    def joined_batches(self) -> int:
+        """Batches of the loader that the training batch under way joins."""
+        return max(1, len(self.assembly.runner.splitter.joined))
+
     def join_batches(self, sizes: Sequence[int]) -> None:
         """Say that the next training batch joins several of the loader's, in this order.
 

@@ -1,6 +1,7 @@
 """What else a run goes back with: other callbacks, what is logged and saved, validations, loss scales."""
 
 import csv
+import os
 
 import pytest
 import torch
@@ -179,3 +180,25 @@ def test_a_run_goes_back_over_a_growth_of_its_batch(tmp_path):
         for (found, of_found), (expected, of_expected) in outcomes:
             assert of_found == of_expected
             compared(found, expected, rtol=1e-9)
+
+
+def judged(joined):
+    """On a rank: what the steps of a growing run are judged by, and its weights when it goes back from one."""
+    seen, limits = [], {"max_accumulate": 1, "max_microbatches": 8} if joined else {}
+
+    def detector(loss, norm):
+        seen.append((loss, norm))
+        return len(seen) == 6
+
+    growth = BatchSizeGrowth([2, 4], max_batch=16, interval="step", **limits)
+    callbacks = [growth, DivergenceRollback(detector, audit=os.devnull)]
+    trainer = trainer_of(hybrid(), callbacks=callbacks, max_epochs=2)
+    trainer.fit(Scheduled(), data(16))
+    return seen, dict(weights(trainer)), trainer.global_step
+
+
+def test_joined_batches_are_judged_and_left_out_as_accumulated_ones():
+    for joined, plain in zip(*(run_trainers(2, judged, each) for each in (True, False)), strict=True):
+        assert joined[2] == plain[2]
+        torch.testing.assert_close(torch.tensor(joined[0]), torch.tensor(plain[0]), rtol=1e-9, atol=0)
+        compared(joined[1], plain[1], rtol=1e-9)
