@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import Tensor, nn
 
@@ -28,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.plugins import Precision
     from lightning.pytorch.strategies import Strategy
     from torch.distributed.tensor import DTensor
@@ -420,3 +421,27 @@ def around_advance(trainer: Trainer, run: Callable[[Callable[[Any], None], Any],
     loop = trainer.fit_loop.epoch_loop
     vars(loop)["advance"] = partial(run, loop.advance)  # type: ignore[index]
     return lambda: vars(loop).pop("advance", None)  # type: ignore[attr-defined]
+
+
+def logged(trainer: Trainer) -> dict[str, Metric]:
+    """What a training epoch has logged so far, by hook and name, with sums over its batches; changes as it goes on."""
+    results: dict[str, Metric] = trainer.fit_loop.epoch_loop._results
+    return results
+
+
+def forget_unscaled(precision: Precision) -> None:
+    """Let a scaler forget that gradients have been unscaled, of a step that ended with neither step nor update."""
+    scaler = getattr(precision, "scaler", None)
+    if scaler is not None:
+        scaler._per_optimizer_states.clear()
+
+
+def averaged_model(callback: Callback) -> nn.Module | None:
+    """The average that a `WeightAveraging` keeps of the weights; its state has nothing of it."""
+    return getattr(callback, "_average_model", None) if isinstance(callback, WeightAveraging) else None
+
+
+def forget_saved(callback: Callback, step: int) -> None:
+    """Let a `ModelCheckpoint` save at a later step than this one once more: the run has gone back behind it."""
+    if isinstance(callback, ModelCheckpoint) and callback._last_global_step_saved > step:
+        callback._last_global_step_saved = 0

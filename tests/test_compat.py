@@ -15,6 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -689,3 +691,51 @@ def test_another_function_runs_the_batches_of_a_training_loop():
     assert seen[:4] == [("outer", -1), ("inner", -1), ("inner", 0), ("outer", 0)]
     assert len(seen) == 8
     assert "advance" not in vars(trainer.fit_loop.epoch_loop)
+
+
+class SumsAndScales(Callback):
+    """Looks at what an epoch has logged, and takes back what a scaler has noted."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.sums = {name: float(metric.value) for name, metric in compat.logged(trainer).items()}
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        compat.forget_unscaled(trainer.precision_plugin)
+        trainer.precision_plugin.scaler.unscale_(optimizer)  # which is refused a second time
+
+
+def test_an_epoch_has_sums_of_what_was_logged_and_a_scaler_forgets_that_it_has_unscaled():
+    class Logs(Small):
+        def training_step(self, batch, batch_idx):
+            self.log("number", float(batch_idx + 1), on_step=False, on_epoch=True, batch_size=1)
+            return super().training_step(batch, batch_idx).float()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.0)
+
+    looks = SumsAndScales()
+    precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    fit(Logs(), loader(12, 4), callbacks=[looks], plugins=[precision])
+    assert looks.sums == {"training_step.number": 6.0}
+
+
+def test_an_average_of_weights_is_known():
+    average = WeightAveraging()
+    fit(Small(), loader(8, 4), callbacks=[average])
+    found = compat.averaged_model(average)
+    assert len(list(found.parameters())) == len(list(Small().parameters()))
+    assert compat.averaged_model(Callback()) is None
+
+
+def test_a_checkpoint_is_saved_again_at_a_step_that_comes_again(tmp_path):
+    class SavesAgain(Callback):
+        def on_train_end(self, trainer, pl_module):
+            compat.forget_saved(saving, trainer.global_step)
+            saving.on_train_batch_end(trainer, pl_module, None, None, 1)
+            self.before = len(list(tmp_path.iterdir()))
+            compat.forget_saved(saving, trainer.global_step - 1)
+            saving.on_train_batch_end(trainer, pl_module, None, None, 1)
+
+    saving, again = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=2), SavesAgain()
+    fit(Small(), loader(8, 4), callbacks=[again, saving], enable_checkpointing=True)
+    assert (again.before, len(list(tmp_path.iterdir()))) == (1, 2)

@@ -332,6 +332,73 @@ def draw_optimizer_restart() -> None:
     save(figure, "optimizer_restart")
 
 
+def losses_with_a_bad_batch(bad: int, factor: float, callbacks: list[Any]) -> dict[int, float]:
+    """Losses by batch of a small network that learns digits, of which one batch is multiplied by a factor."""
+    sys.path.append(str(PICTURES.parents[1]))  # for the examples
+    import torch
+    import torch.nn.functional as F
+    from lightning.pytorch import LightningModule, Trainer
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from examples.digits import parts
+
+    train, losses = parts()["train"], dict[int, float]()
+    torch.manual_seed(0)
+    order = torch.randperm(len(train))
+    images, classes = train.images[order].clone(), train.classes[order]
+    images[32 * bad : 32 * (bad + 1)] *= factor
+
+    class Net(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.Sequential(
+                torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)
+            )
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = F.cross_entropy(self.layers(batch[0]), batch[1])
+            losses[batch_idx] = float(loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), 0.01)
+
+    quiet: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    loader = DataLoader(TensorDataset(images, classes), 32)
+    Trainer(accelerator="cpu", max_epochs=1, callbacks=callbacks, **quiet).fit(Net(), loader)
+    return losses
+
+
+def draw_divergence_rollback() -> None:
+    """Losses around a batch that is far too bright, and around one that is NaN, each with and without going back."""
+    from tempfile import TemporaryDirectory
+
+    from lightning_hybrid.callbacks import DivergenceRollback
+
+    figure, panels = plain(columns=2)
+    for axis, factor, detector, title in zip(
+        panels, (1e3, float("nan")), ("spike", "nan"), ("images times 1,000", "images that are NaN"), strict=True
+    ):
+        bad = 24
+        with TemporaryDirectory() as folder:
+            callback = DivergenceRollback(detector, window=20, snapshot_every=10, audit=f"{folder}/audit.csv")
+            healed = losses_with_a_bad_batch(bad, factor, [callback])
+        assert callback.rollbacks == 1
+        plainly = losses_with_a_bad_batch(bad, factor, [])
+        del healed[bad]
+        lost = [batch for batch, loss in plainly.items() if loss != loss]
+        axis.plot(list(plainly), list(plainly.values()), color="tab:red", label="without")
+        axis.plot(lost, [200.0] * len(lost), "x", color="tab:red", markersize=4)  # NaN has no height
+        axis.plot(list(healed), list(healed.values()), color="tab:blue", label="DivergenceRollback")
+        axis.axvspan(bad - 0.5, bad + 0.5, color="0.85", label="left out")
+        axis.set(xlabel="batch", yscale="log", ylim=(0.2, 300))
+        axis.set_title(title, fontsize=9)
+    panels[0].set_ylabel("loss")
+    panels[1].legend(fontsize=8, loc="center left")
+    panels[1].annotate("NaN", (bad - 1, 200), ha="right", va="center", fontsize=8, color="tab:red")
+    save(figure, "divergence_rollback")
+
+
 def draw_pipeline_bubble() -> None:
     """A step of 1F1B whose idle time is grey, and both conventions by the number of micro-batches."""
     from lightning_hybrid.functional.bubbles import bubble_ratio, bubble_share, pipeline_times

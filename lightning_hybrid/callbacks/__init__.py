@@ -6,6 +6,7 @@ from lightning_hybrid.callbacks.activation_recompute import ActivationRecompute
 from lightning_hybrid.callbacks.batch_size_growth import BatchSizeGrowth
 from lightning_hybrid.callbacks.batch_time_profile import BatchTimeProfile
 from lightning_hybrid.callbacks.communication_ledger import CommunicationLedger
+from lightning_hybrid.callbacks.divergence_rollback import DivergenceRollback
 from lightning_hybrid.callbacks.expert_monitor import ExpertMonitor
 from lightning_hybrid.callbacks.gradient_noise import GradientNoise
 from lightning_hybrid.callbacks.gradient_noise_scale_monitor import GradientNoiseScaleMonitor
@@ -24,6 +25,7 @@ __all__ = [
     "BatchSizeGrowth",
     "BatchTimeProfile",
     "CommunicationLedger",
+    "DivergenceRollback",
     "ExpertMonitor",
     "GradientNoise",
     "GradientNoiseScaleMonitor",

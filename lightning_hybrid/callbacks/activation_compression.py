@@ -157,6 +157,12 @@ class ActivationCompression(MemoryTechnique):
         super().on_train_epoch_end(trainer, pl_module)
 
     @override
+    def leave_batch(self, trainer: Trainer) -> None:
+        assert self._compression is not None
+        self._compression.stop()
+        super().leave_batch(trainer)
+
+    @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_end(trainer, pl_module)
         self._close()

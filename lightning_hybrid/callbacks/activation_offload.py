@@ -126,6 +126,12 @@ class ActivationOffload(MemoryTechnique):
         super().on_train_epoch_end(trainer, pl_module)
 
     @override
+    def leave_batch(self, trainer: Trainer) -> None:
+        assert self._offload is not None
+        self._offload.stop()
+        super().leave_batch(trainer)
+
+    @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_end(trainer, pl_module)
         self._close()

@@ -30,8 +30,16 @@ class AppliedSteps:
         self.counts, self._saved = [], None
 
     def restore(self, counts: Sequence[int]) -> None:
-        """Go on from a checkpoint's counts, when `start` is called."""
-        self._saved = list(counts)
+        """Go on from a checkpoint's counts: when `start` is called, or at once where steps are counted already."""
+        if self.runs:
+            self.counts[:] = counts
+        else:
+            self._saved = list(counts)
+
+    @property
+    def runs(self) -> bool:
+        """Whether steps are counted."""
+        return bool(self._handles)
 
     def start(
         self, optimizers: Sequence[Optimizer], callback: str, after: Callable[[int], object] | None = None

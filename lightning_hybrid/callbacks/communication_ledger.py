@@ -77,6 +77,11 @@ class CommunicationLedger(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._counter.enabled = False  # a hook may have skipped the rest of the epoch in the middle of a batch
 
+    def leave_batch(self, trainer: Trainer) -> None:
+        """See `callback_states.leave_batch`; what the batch sent is of no step."""
+        self._counter.take()
+        self._counter.enabled = False
+
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop()

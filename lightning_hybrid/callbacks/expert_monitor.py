@@ -73,6 +73,12 @@ class ExpertMonitor(Callback):
         self.last, self.history, self._step = {}, LoadHistory(), trainer.global_step
 
     @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step < self._step:  # the run has gone back, and the layers' counts with it
+            self._step = trainer.global_step
+            self.history.forget(self._step)
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

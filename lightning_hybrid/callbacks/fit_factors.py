@@ -21,10 +21,12 @@ class FitFactors:
 
     Attributes:
         optimizers: All of the fit.
+        runs: Training has begun, so that states are loaded at once.
     """
 
     def __init__(self) -> None:
         self.optimizers: list[Optimizer] = []
+        self.runs = False
         self._states: Sequence[Mapping[str, Any]] | None = None
         self._is_attached = False
 
@@ -33,7 +35,7 @@ class FitFactors:
 
     def reset(self) -> None:
         """Forget states of a fit that has ended; call it in `setup`, before a checkpoint is restored."""
-        self._states, self._is_attached = None, False
+        self._states, self._is_attached, self.runs = None, False, False
 
     def attach(self, trainer: Trainer, name: str) -> bool:
         """Find the optimizers, and refuse those whose rates cannot be changed.
@@ -72,8 +74,10 @@ class FitFactors:
         return self._states or []
 
     def keep(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take a checkpoint's, for `resume`; one from before a fit has none."""
+        """Take a checkpoint's, for `resume`, or at once while training; one from before a fit has none."""
         self._states = states or None
+        if self.runs:
+            self.resume()
 
     def resume(self) -> None:
         """Go on from the checkpoint, if there is one; call it in `on_train_start`, when all has been loaded.
@@ -81,7 +85,7 @@ class FitFactors:
         Raises:
             ValueError: If it is of other optimizers.
         """
-        states, self._states = self._states, None
+        states, self._states, self.runs = self._states, None, True
         if states is None:
             return
         if len(states) != len(self.optimizers):
@@ -105,6 +109,7 @@ class FitFactors:
 
     def release(self, key: Hashable) -> None:
         """Take back what a callback has set, also within a step that has failed."""
+        self.runs = False
         for factors in self:
             factors.give_back()
             factors.remove(key)

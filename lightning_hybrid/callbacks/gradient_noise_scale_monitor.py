@@ -114,7 +114,7 @@ class GradientNoiseScaleMonitor(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.metric.restore(state_dict["metric"])
-        self._window = GradientSums(*state_dict["window"])
+        self._window, self._is_new = GradientSums(*state_dict["window"]), False
 
     def _take(self, sums: GradientSums, square: float) -> None:
         if sums.number >= 2:

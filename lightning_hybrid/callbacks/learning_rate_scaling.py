@@ -152,6 +152,7 @@ class LearningRateScaling(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._factors.keep(state_dict[STATES])
         if state_dict["unit"] == self.unit:
+            self._is_set = self._is_set and self._batch == state_dict["global_batch"]
             self._measured, self._batch = state_dict["measured"], state_dict["global_batch"]
 
     def _settle(self, trainer: Trainer) -> None:

@@ -155,7 +155,11 @@ class LearningRateWarmup(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._factors.keep(state_dict[STATES])
-        self._saved = state_dict["samples"]
+        if not self._factors.runs:
+            self._saved = state_dict["samples"]
+            return
+        for count, saved in zip(self._counts, state_dict["samples"], strict=True):
+            vars(count).update(saved)  # factors have the objects
 
     def _set(self, factors: RateFactors, total: int, count: _Counts) -> None:
         """Give an optimizer's rates their factor, by its steps or its samples."""

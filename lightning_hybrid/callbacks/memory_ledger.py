@@ -134,6 +134,11 @@ class MemoryLedger(Callback):
         assert self._meter is not None
         self._meter.__exit__()  # a hook may have skipped the rest of the epoch in the middle of a batch
 
+    def leave_batch(self, trainer: Trainer) -> None:
+        """See `callback_states.leave_batch`; what the batch took counts in the step that comes."""
+        assert self._meter is not None
+        self._meter.__exit__()
+
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close(draws=trainer.is_global_zero)

@@ -86,6 +86,11 @@ class MemoryTechnique(Callback):
         if self.joint is not None:
             self.joint.stop()  # a hook may have skipped the rest of the epoch in the middle of a batch
 
+    def leave_batch(self, trainer: Trainer) -> None:
+        """See `callback_states.leave_batch`."""
+        if self.joint is not None:
+            self.joint.stop()
+
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.joint is not None:

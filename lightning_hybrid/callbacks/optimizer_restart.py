@@ -132,8 +132,8 @@ class OptimizerRestart(Callback):
         self._late, self._is_checked = set(), set()
         self._last, self._cycles = [None] * number, self._cycles_now(trainer)
         saved, self._saved = self._saved, None
-        if saved is not None and saved["last"]:
-            self._last, self._cycles, self.restarts = list(saved["last"]), list(saved["cycles"]), saved["restarts"]
+        if saved is not None:
+            self._go_on(saved)
         for index, optimizer in enumerate(trainer.optimizers):
             if self.rewarm is None:
                 before = partial(self._before_step, trainer, pl_module, index)
@@ -176,7 +176,15 @@ class OptimizerRestart(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._applied.restore(state_dict["steps"])
-        self._saved = state_dict
+        if self._applied.runs:
+            self._late = set()
+            self._go_on(state_dict)
+        else:
+            self._saved = state_dict
+
+    def _go_on(self, saved: dict[str, Any]) -> None:
+        if saved["last"]:
+            self._last, self._cycles, self.restarts = list(saved["last"]), list(saved["cycles"]), saved["restarts"]
 
     @property
     def _follows_cycles(self) -> bool:

@@ -142,6 +142,10 @@ class ParameterOffload(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self._end(trainer)
 
+    def leave_batch(self, trainer: Trainer) -> None:
+        """See `callback_states.leave_batch`."""
+        self._end(trainer)
+
     @override
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self._end(trainer)

@@ -63,6 +63,11 @@ class RateFactors:
             optimizer.register_step_post_hook(factors._after)
         return _attached[optimizer]
 
+    @classmethod
+    def known(cls, optimizer: Optimizer) -> RateFactors | None:
+        """Those of an optimizer that somebody has asked for."""
+        return _attached.get(optimizer)
+
     def set(
         self,
         key: Hashable,

@@ -143,6 +143,10 @@ class UtilizationMonitor(Callback):
             self._window = _Window(now)
         self._stop_recording(trainer)
 
+    def leave_batch(self, trainer: Trainer) -> None:
+        """See `callback_states.leave_batch`; its time counts, and its samples do not."""
+        self._stop_recording(trainer)
+
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._stop_recording(trainer)

@@ -54,6 +54,8 @@ class WeightDecayRules(Callback):
     Source: Jia et al. 2018, arXiv:1807.11205, train without weight decay of biases and batch normalisation.
     """
 
+    goes_back = False  # nothing changes while a fit goes on
+
     def __init__(self, rules: Mapping[str | type[nn.Module], float]) -> None:
         if not isinstance(rules, Mapping) or not rules:
             raise ValueError(f"rules={rules!r}: give patterns with their multipliers, such as {{'*bias': 0}}.")

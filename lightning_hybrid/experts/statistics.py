@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
+@dataclass(eq=False)
 class RoutingStatistics:
     """Sums over the training passes of one layer since `reset()`, of this process alone.
 
     They stay on the layer's device until they are read, which waits for it. They are no part of a state: copies of the
-    module take them along, checkpoints do not.
+    module take them along, checkpoints do not. As a dataclass they go back with a run that does, see `Frozen`.
 
     Args:
         num_experts: E.
@@ -22,8 +24,9 @@ class RoutingStatistics:
         num_tokens: In all of them.
     """
 
-    def __init__(self, num_experts: int) -> None:
-        self.num_experts = num_experts
+    num_experts: int
+
+    def __post_init__(self) -> None:
         self._followers: list[RoutingStatistics] = []
         self.reset()
 

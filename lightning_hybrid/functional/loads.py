@@ -97,6 +97,12 @@ class LoadHistory:
         self.windows.append((step, layers))
         self._filled = 1
 
+    def forget(self, step: int) -> None:
+        """Drop windows that end after a step, to which a run has gone back."""
+        kept = [window for window in self.windows if window[0] <= step]
+        if len(kept) < len(self.windows):
+            self.windows, self._filled = kept, self._width  # nothing is added to the last one
+
     def total(self) -> Layers:
         """Of all windows."""
         total: Layers = {}

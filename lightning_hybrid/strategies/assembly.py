@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +48,7 @@ class Assembly:
         outline: What the whole model saves.
         groups: Parameters of the optimizers over the whole model.
         is_plain: One process and one micro-batch: Lightning's own path serves.
+        when_settled: Called once it is settled who has what, and states of optimizers are loaded.
         resumed: The accumulation window of the checkpoint that a run goes on from, until its first batch.
     """
 
@@ -60,6 +61,7 @@ class Assembly:
     is_plain: bool
     clipping: Clipping | None = None
     resumed: ResumedWindow | None = None
+    when_settled: list[Callable[[], object]] = field(default_factory=list)
     _skipped: SkippedSteps | None = None
     _waiting: list[tuple[Optimizer, SavedOptimizer]] = field(default_factory=list)
 
@@ -68,6 +70,9 @@ class Assembly:
         if self.engine.settle() is not None and self.groups is not None:
             self.groups.keep(self.engine.named_parameters())
         self.load_waiting()
+        waiting, self.when_settled = self.when_settled, []
+        for call in waiting:
+            call()
 
     def make_whole(self) -> None:
         """End the streaming of blocks: what is saved or loaded must be in memory."""
@@ -152,6 +157,7 @@ class Assembly:
             seed: Base of random numbers of a run that goes on; None for a new run, which draws on.
         """
         self.engine.data.restart()
+        self.when_settled.clear()
         if seed is not None:
             self.engine.seed = seed
 

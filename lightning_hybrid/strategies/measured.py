@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.functional.noise_scale import GradientSums
 from lightning_hybrid.parallel.checkpoint.parts import Part, part_of
+from lightning_hybrid.parallel.passes_under_way import PassesUnderWay
 from lightning_hybrid.parallel.pipeline.executor import Event
 from lightning_hybrid.parallel.small_gradients import SmallGradients
 from lightning_hybrid.parallel.zero.measuring import own_passes
@@ -39,6 +40,11 @@ class MeasuredStrategy(StatefulStrategy):
         """Micro-batches that a replica's batch of samples enough is cut into; known once the model has been set up."""
         return self.assembly.runner.splitter.wanted
 
+    @property
+    def joined_batches(self) -> int:
+        """Batches of the loader that the training batch under way joins."""
+        return max(1, len(self.assembly.runner.splitter.joined))
+
     def join_batches(self, sizes: Sequence[int]) -> None:
         """Say that the next training batch joins several of the loader's, in this order.
 
@@ -54,6 +60,23 @@ class MeasuredStrategy(StatefulStrategy):
     def awaits_optimizer_states(self) -> bool:
         """Whether states of optimizers that a checkpoint has are still to be loaded, with the first batch."""
         return self.assembly.awaits_states
+
+    def held_parameters(self) -> dict[str, nn.Parameter]:
+        """What this rank has of the parameters, by names of the unmodified module, as the optimizers have it."""
+        return self.assembly.engine.named_parameters()
+
+    def watch_passes(self) -> PassesUnderWay | None:
+        """Follow which micro-batch is computed for which stage; None where batches are not cut."""
+        accumulates = self.assembly.module.trainer.accumulate_grad_batches > 1
+        return None if self.assembly.is_plain and not accumulates else PassesUnderWay(self.assembly.engine)
+
+    def when_settled(self, call: Callable[[], object]) -> None:
+        """Call when it is settled what this rank has: at once, or before the first batch of training is computed."""
+        accumulates = self.assembly.module.trainer.accumulate_grad_batches > 1
+        if self.assembly.engine.ownership is not None or (self.assembly.is_plain and not accumulates):
+            call()
+        else:
+            self.assembly.when_settled.append(call)
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
         """2-norm of the gradients of the whole model; all ranks must call it, as in `on_before_optimizer_step`.

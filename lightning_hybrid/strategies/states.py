@@ -183,6 +183,16 @@ class StatefulStrategy(ProcessStrategy):
         else:
             super().load_model_state_dict(checkpoint, strict)
 
+    def load_again(self, path: Any) -> None:
+        """Go back, between two steps of a fit, to the parameters and optimizer states of a checkpoint of this run."""
+        resuming, self.resuming = self.resuming, Resuming()  # the fit after this one is none that goes on from it
+        try:
+            checkpoint = self.load_checkpoint(path, weights_only=False)
+        finally:
+            self.resuming = resuming
+        self.load_model_state_dict(checkpoint)
+        self.load_optimizer_state_dict(checkpoint)
+
     def load_waiting_model(self) -> None:
         """Load this rank's part of a model's state that has waited for the engine."""
         if self._waiting_model is not None:

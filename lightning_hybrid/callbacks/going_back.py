@@ -1,0 +1,249 @@
+"""The course of a fit that can go back: snapshots, batches since then, and the way forward again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
+
+from lightning_hybrid.callbacks.callback_states import leave_batch
+from lightning_hybrid.callbacks.feeds import Item, Recorder
+from lightning_hybrid.callbacks.kept_batches import Kept, KeptBatches, unheard
+from lightning_hybrid.callbacks.run_snapshot import HostCopies, RunSnapshot
+from lightning_hybrid.compat import forget_saved
+
+COUNTS = ("ready", "started", "processed", "completed")
+Advance = Callable[[Any], None]
+
+
+class Diverged(Exception):
+    """Leaves a step before its update: no later hook sees it.
+
+    Args:
+        loss: Of the step.
+        norm: Of its gradients.
+        reason: What is wrong.
+    """
+
+    def __init__(self, loss: float, norm: float, reason: str) -> None:
+        super().__init__(reason)
+        self.loss, self.norm, self.reason = loss, norm, reason
+
+
+@dataclass(frozen=True)
+class BadWindow:
+    """Batches of a step that diverged: numbers within the epoch from `first` on, below `stop`."""
+
+    first: int
+    stop: int
+    error: Diverged
+
+
+@dataclass(frozen=True)
+class Retry:
+    """Where a run goes back to, and what it leaves out.
+
+    Attributes:
+        snapshot: From here.
+        first: First batch that is left out; all up to the bad window's end are.
+        then: Called when everything is as it was.
+    """
+
+    snapshot: RunSnapshot
+    first: int
+    then: Callable[[], None]
+
+
+class Course:
+    """Takes the place of `advance` in a training loop.
+
+    Nothing goes back over the beginning of an epoch, or over a validation, whose random numbers and effects would not
+    come a second time: there all begins with a new snapshot.
+
+    Args:
+        trainer: In `on_train_start`.
+        pl_module: Its module.
+        keep: Number of snapshots.
+        every: Applied steps from one to the next.
+        folder: Of checkpoints in their place; None for snapshots in memory.
+        decide: What to do about a bad window; raises if there is nothing to be done.
+
+    Attributes:
+        snapshots: Oldest first.
+        left_out: (epoch, first, stop) of batches that are never trained on.
+        is_stale: What is kept cannot be gone back to any more.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        *,
+        keep: int,
+        every: int,
+        folder: str | None,
+        decide: Callable[[BadWindow], Retry],
+    ) -> None:
+        self._trainer, self._module, self._keep, self._every, self._decide = trainer, pl_module, keep, every, decide
+        self._folder = folder
+        loaders = CombinedLoader(trainer.train_dataloader, "sequential").flattened
+        draws = any(getattr(loader, "num_workers", 0) == 0 for loader in loaders)
+        self._batches, self._copies = KeptBatches(trainer.strategy.root_device, draws=draws), HostCopies()
+        self.snapshots: list[RunSnapshot] = []
+        self.left_out: list[tuple[int, int, int]] = []
+        self.is_stale = True
+        self._window = self._fetched = 0
+
+    @property
+    def num_bytes(self) -> tuple[int, int]:
+        """Host memory of this rank: of the snapshots, and of the batches."""
+        return sum(snapshot.num_bytes for snapshot in self.snapshots), self._batches.num_bytes
+
+    def run(self, advance: Advance, fetcher: Any) -> None:
+        """One batch, or a way back and forward again."""
+        if self._begins_window:
+            if self._pass_left_out(fetcher):
+                return
+            self._keep_snapshot()
+            self._window = self._number
+        self._fetched = self._number
+        try:
+            self._advance(advance, Recorder(fetcher, self._note))
+        except Diverged as error:
+            self._retry(advance, fetcher, BadWindow(self._window, self._fetched, error))
+
+    def run_again(self, advance: Advance, window: BadWindow) -> None:
+        """Run a window's batches once more, for who watches; the step's end is left to whoever raises there."""
+        kept = self._batches.between(window.first, window.stop)
+        self._place(window.first)
+        with unheard(self._trainer), suppress(Diverged):
+            self._train(advance, kept)
+
+    def end(self, *, failed: bool) -> None:
+        """Forget everything; checkpoints of a run that has failed stay, to be resumed from."""
+        if not failed or self._folder is None:
+            self._forget()
+
+    @property
+    def _progress(self) -> Any:
+        return self._trainer.fit_loop.epoch_loop.batch_progress
+
+    @property
+    def _number(self) -> int:
+        """Batches of the epoch so far."""
+        return int(self._progress.current.ready)
+
+    @property
+    def _begins_window(self) -> bool:
+        return self._number % self._trainer.accumulate_grad_batches == 0
+
+    def _note(self, item: Item) -> None:
+        if self.snapshots:
+            self._batches.add(self._fetched, item)
+        self._fetched += 1
+
+    def _forget(self) -> None:
+        for snapshot in self.snapshots:
+            snapshot.drop()
+        self.snapshots = []
+        self._batches.drop(below=self._fetched)
+
+    def _keep_snapshot(self) -> None:
+        if self.is_stale:
+            self._forget()
+        elif self._trainer.global_step - self.snapshots[-1].step < self._every:
+            return
+        self.is_stale = False
+        while len(self.snapshots) >= self._keep:
+            self.snapshots.pop(0).drop()
+        name = f"rollback-epoch={self._trainer.current_epoch}-step={self._trainer.global_step}.ckpt"
+        path = None if self._folder is None else os.path.join(self._folder, name)
+        self.snapshots.append(RunSnapshot(self._trainer, self._module, self._copies, path))
+        self._batches.drop(below=self.snapshots[0].batch)
+
+    def _pass_left_out(self, fetcher: Any) -> bool:
+        """Pass over batches that the run has left out before it was interrupted; whether the epoch ends with them."""
+        epoch = self._trainer.current_epoch
+        for first, stop in ((first, stop) for of, first, stop in self.left_out if of == epoch):
+            while first <= self._number < stop:
+                next(fetcher)
+                self._place(self._number + 1)
+                if self._ends(fetcher):
+                    return True
+        return False
+
+    def _retry(self, advance: Advance, fetcher: Any, window: BadWindow) -> None:
+        """Go back, train on what is good, and count what is left out as seen; again, if that diverges too."""
+        stop = window.stop
+        while True:
+            retry = self._decide(window)
+            try:
+                num_steps = self._go_back(advance, retry, stop)
+                break
+            except Diverged as error:
+                window = BadWindow(self._window, min(self._window + self._trainer.accumulate_grad_batches, stop), error)
+        self._place(stop)
+        loop = self._trainer.fit_loop.epoch_loop
+        stepped = loop.on_save_checkpoint()
+        # loggers' counts of steps: the loop counts the batch that is left out too, when it is behind it
+        name = "_batches_that_stepped"
+        loop.on_load_checkpoint({**stepped, name: retry.snapshot.stepped + num_steps - 1})
+        self._ends(fetcher)
+
+    def _go_back(self, advance: Advance, retry: Retry, stop: int) -> int:
+        """Train on the good batches since a snapshot; the number of steps."""
+        snapshot, epoch = retry.snapshot, self._trainer.current_epoch
+        snapshot.put_back()
+        while self.snapshots[-1] is not snapshot:
+            self.snapshots.pop().drop()
+        self._batches.drop(start=retry.first, stop=stop)
+        self.left_out = [each for each in self.left_out if each[0] == epoch and each[1] < retry.first]
+        self.left_out.append((epoch, retry.first, stop))
+        retry.then()
+        with unheard(self._trainer):
+            self._train(advance, self._batches.between(snapshot.batch, stop))
+        step = int(self._trainer.global_step)
+        for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
+            forget_saved(callback, step)
+        return step - snapshot.step
+
+    def _train(self, advance: Advance, kept: list[Kept]) -> None:
+        """Train on batches, which may have gaps between them."""
+        while kept:
+            length = next((i for i, each in enumerate(kept) if each.number != kept[0].number + i), len(kept))
+            together, kept = kept[:length], kept[length:]
+            self._place(together[0].number)
+            feed = self._batches.feed(together)
+            while self._number <= together[-1].number:
+                if self._begins_window:
+                    self._window = self._number
+                self._advance(advance, feed)
+
+    def _advance(self, advance: Advance, feed: Any) -> None:
+        try:
+            advance(feed)
+        except Diverged:
+            leave_batch(self._trainer)
+            raise
+
+    def _place(self, number: int) -> None:
+        """Let the loop have counted so many batches of the epoch."""
+        progress = self._progress
+        before = progress.total.ready - progress.current.ready
+        for name in COUNTS:
+            setattr(progress.current, name, number)
+            setattr(progress.total, name, before + number)
+
+    def _ends(self, fetcher: Any) -> bool:
+        """Whether the batches that have been passed over end the epoch, with which schedules then go on."""
+        loop = self._trainer.fit_loop.epoch_loop
+        loop.batch_progress.is_last_batch = bool(fetcher.done)
+        ends = bool(fetcher.done) or self._number == self._trainer.num_training_batches
+        if ends:
+            loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        return ends
