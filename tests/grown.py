@@ -25,26 +25,25 @@ class Net(Small):
 
 
 class Seen(Callback):
-    """Writes which samples a replica has had, and holds the run at a step until so many nodes wait, or are lost."""
+    """Writes which samples a replica has in each step, and holds the run after a step until so many nodes wait."""
 
     def __init__(self, folder, holds):
         self.folder, self.holds = folder, holds
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         first = samples(SAMPLES).tensors[0]
         numbers = [int((first == x).all(1).nonzero()) for x in batch[0]]
-        row = [trainer.current_epoch, trainer.global_step, trainer.world_size, trainer.accumulate_grad_batches, numbers]
         with open(self.folder / f"seen-{os.getpid()}", "a") as file:
-            file.write(json.dumps(row) + "\n")
-        least = self.holds.get(str(trainer.global_step), 0)
+            file.write(json.dumps([trainer.world_size, trainer.global_step, trainer.current_epoch, numbers]) + "\n")
+        least = self.holds.get(f"{trainer.world_size} of {trainer.global_step}", 0)
         while len(Meeting(self.folder / "run").waiting()) < least:
             time.sleep(0.1)
 
 
-def main(folder, holds):
+def main(folder, holds, **options):
     torch.set_num_threads(1)
     run = folder / "run"
-    growth = BatchSizeGrowth(**GROWTH, max_accumulate=1, max_replicas=4, dirpath=run)
+    growth = BatchSizeGrowth(**{**GROWTH, "max_accumulate": 1, "max_replicas": 4, "dirpath": run, **options})
     trainer = Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),

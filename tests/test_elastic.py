@@ -8,12 +8,14 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from torch.testing import assert_close
 
 from lightning_hybrid.cli.elastic import main as elastic
+from lightning_hybrid.parallel.elastic import Meeting
 from tests import grown
-from tests.launch import _context, free_port
+from tests.launch import _context, free_port, run_trainers
 
 SCRIPT = Path(grown.__file__)
 
@@ -86,13 +88,60 @@ def runs(folder):
     return (folder / "run" / "elastic.json").exists()
 
 
-def test_a_run_grows_with_its_nodes_and_has_the_numbers_of_one_process(tmp_path):
-    with nodes(tmp_path, {"5": 3}) as made:
+def seen(folder):
+    """Samples by world size, step and epoch, over all replicas."""
+    found = {}
+    for path in folder.glob("seen-*"):
+        for world, step, epoch, numbers in map(json.loads, path.read_text().splitlines()):
+            found.setdefault((world, step, epoch), []).extend(numbers)
+    return {place: sorted(numbers) for place, numbers in found.items()}
+
+
+def in_one_process(folder):
+    os.environ["GROUP_WORLD_SIZE"] = "1"
+    grown.main(folder, {}, max_accumulate=None, max_replicas=None, dirpath=None)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """Steps and weights of one process that accumulates the batches, and what each of its steps had."""
+    folder = tmp_path_factory.mktemp("expected")
+    run_trainers(1, in_one_process, folder)
+    rows = {(step, epoch): numbers for (_, step, epoch), numbers in seen(folder).items()}
+    for each in range(grown.EPOCHS):
+        numbers = [number for (_, epoch), row in rows.items() if epoch == each for number in row]
+        assert sorted(numbers) == list(range(grown.SAMPLES))
+    _, steps, weights = torch.load(folder / "weights.pt")
+    return steps, weights, rows
+
+
+def check(folder, expected, worlds):
+    """The run's last steps of each number, in worlds of these sizes, were those that are expected."""
+    steps, weights, rows = expected
+    _, found_steps, found = torch.load(folder / "weights.pt")
+    assert found_steps == steps == len(worlds)
+    assert_close(found, weights, rtol=1e-9, atol=1e-12)
+    of_run = seen(folder)
+    assert {place: of_run.get((worlds[place[0]], *place)) for place in rows} == rows
+
+
+def test_a_run_grows_with_its_nodes_and_has_the_numbers_of_one_process(tmp_path, expected):
+    with nodes(tmp_path, {"1 of 5": 3}) as made:
         made.start(1)
         made.until(lambda: runs(tmp_path))
-        made.start(3)
+        made.start(3)  # one of them waits for the second milestone
         made.join([0] * 4)
-    print(made.outputs())
-    print(sorted(row for path in tmp_path.glob("seen-*") for row in path.read_text().splitlines()))
-    assert_close
-    torch
+        assert "exit code 83" in made.outputs()
+    check(tmp_path, expected, [1] * 6 + [2] * 7 + [4] * 7)
+    assert Meeting(tmp_path / "run").read().state == "ended"
+
+
+def test_a_run_goes_on_without_a_node_that_is_lost(tmp_path, expected):
+    with nodes(tmp_path, {"1 of 5": 1, "2 of 10": 9}) as made:
+        made.start(1)
+        made.until(lambda: runs(tmp_path))
+        made.start(1)
+        made.until(lambda: any(place[:2] == (2, 10) for place in seen(tmp_path)))
+        made.kill(1)
+        made.join([0, -signal.SIGKILL])
+    check(tmp_path, expected, [1] * 6 + [2] * 2 + [1] * 12)  # from the checkpoint of step 8 on

@@ -236,6 +236,7 @@ class BatchSizeGrowth(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._factors.release(self)  # accumulate_grad_batches stays, for checkpoints that are saved now
+        self._sharing.on_exception(exception)
         self._is_running = False
 
     @override

@@ -9,12 +9,13 @@ from typing import Protocol, runtime_checkable
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hybrid.callbacks.arguments import check_whole
 from lightning_hybrid.callbacks.global_batch import num_replicas
 from lightning_hybrid.functional.growth import nodes_to_add
-from lightning_hybrid.parallel.elastic import LeaveForMoreReplicas, Meeting, RunState
+from lightning_hybrid.parallel.elastic import EXIT_FOR_MORE_REPLICAS, LeaveForMoreReplicas, Meeting, RunState
 
 COMMAND = "lightning-hybrid elastic --dirpath {} --nnodes 1:4 --nproc-per-node 1 --rdzv-endpoint HOST:29400 SCRIPT"
 
@@ -89,6 +90,14 @@ class MoreReplicas:
         if trainer.is_global_zero:
             replicas = num_replicas(trainer)
             self._meeting.write(self._state(trainer, "ended", replicas))
+
+    def on_exception(self, error: BaseException) -> None:
+        """After SIGTERM, leave with an exit code by which agents start the run again.
+
+        An agent that restarts its processes sends it; to the others a code of 0 would say that the run has ended.
+        """
+        if isinstance(error, SIGTERMException):
+            error.code = EXIT_FOR_MORE_REPLICAS
 
     def take_in(self, trainer: Trainer, batches: Sequence[int], wanted: int) -> None:
         """Leave if nodes wait with which there would be more replicas, up to as many as are wanted.

@@ -126,6 +126,11 @@ class BatchSharing:
             assert self.trainer is not None
             self._replicas.end(self.trainer)
 
+    def on_exception(self, error: BaseException) -> None:
+        """A fit has failed, or is to leave."""
+        if self._replicas is not None:
+            self._replicas.on_exception(error)
+
     def give_back(self) -> None:
         """Let the Trainer have its own accumulation, and its loop run batches by itself, after a fit."""
         if self.trainer is not None:
