@@ -7,6 +7,8 @@ from functools import partial
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_hybrid.parallel.checkpoint.latest import latest_checkpoint
+from lightning_hybrid.parallel.elastic import EXIT_FOR_MORE_REPLICAS
 from lightning_hybrid.parallel.pipeline.auxiliary import add_auxiliary_loss
 from lightning_hybrid.precision import FP16MasterWeights, MasterWeights
 from lightning_hybrid.strategies import precisions
@@ -15,7 +17,14 @@ from lightning_hybrid.strategies.deepspeed import HybridDeepSpeedStrategy
 from lightning_hybrid.strategies.hybrid import HybridPTDPStrategy
 from lightning_hybrid.strategies.launching import REFUSED, refuse_launcher
 
-__all__ = ["HybridDeepSpeedStrategy", "HybridPTDPStrategy", "add_auxiliary_loss", "measure_costs"]
+__all__ = [
+    "EXIT_FOR_MORE_REPLICAS",
+    "HybridDeepSpeedStrategy",
+    "HybridPTDPStrategy",
+    "add_auxiliary_loss",
+    "latest_checkpoint",
+    "measure_costs",
+]
 
 precisions.replacements |= {
     "bf16-true": lambda plugin: MasterWeights(),

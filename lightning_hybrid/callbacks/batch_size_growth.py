@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -61,10 +62,12 @@ class BatchSizeGrowth(Callback):
         patience: Validations in a row without improvement.
         min_delta: What counts as improvement, at least 0.
         mode: Whether lower ("min") or higher ("max") is better.
-        max_accumulate: Most runs of a step that are accumulated, while they may have more micro-batches.
+        max_accumulate: Most runs of a step that are accumulated, while there may be more micro-batches or replicas.
         max_microbatches: Most micro-batches that one run of the pipeline's schedule has, of batches of the loader that
-            are joined for it. None leaves them as the strategy has them; give both, or neither. What exceeds both is
-            accumulated.
+            are joined for it. None leaves them as the strategy has them. What exceeds all three is accumulated.
+        max_replicas: Most data replicas. The run leaves with a checkpoint when nodes wait that it can use, for
+            torchrun's agents to start it again with them; see `docs/elastic.md`. None keeps those that there are.
+        dirpath: Folder that all nodes share, for `max_replicas`.
 
     Attributes:
         plan: When the batch grows, and by what.
@@ -91,6 +94,8 @@ class BatchSizeGrowth(Callback):
         mode: Literal["min", "max"] = "min",
         max_accumulate: int | None = None,
         max_microbatches: int | None = None,
+        max_replicas: int | None = None,
+        dirpath: str | os.PathLike[str] | None = None,
     ) -> None:
         check_choices(unit, interval, mode)
         check_patience(patience, min_delta)
@@ -101,7 +106,7 @@ class BatchSizeGrowth(Callback):
         self._factors = FitFactors()
         self._progress = GrowthProgress()
         self._saved: dict[str, Any] | None = None
-        self._sharing = BatchSharing(max_accumulate, max_microbatches)
+        self._sharing = BatchSharing(max_accumulate, max_microbatches, max_replicas, dirpath)
         self._loader_batch = 0  # of all replicas
         self._is_running = False
 
@@ -195,17 +200,19 @@ class BatchSizeGrowth(Callback):
 
     def _grow(self, trainer: Trainer) -> None:
         """Begin the level that is due, if a window of it can begin with the next batch."""
-        progress, batch_idx = self._progress, trainer.fit_loop.batch_idx + 1
+        progress, batch_idx, started = self._progress, trainer.fit_loop.batch_idx + 1, self._progress.level
         is_known = self.unit == "samples" or progress.tokens
         if batch_idx % trainer.accumulate_grad_batches or not is_known:
             return
         due = progress.grown if self.plan.has_plateaus else self.plan.reached(self._now(trainer))
         level = progress.next_level(due, lambda each: batch_idx % self._window(each) == 0)
-        if level != progress.level:
+        if level != started:
             before, progress.level = self.global_batch, level
             shares = self._begin()
             now, units = progress.at(self.plan, level), progress.units
             tell_level(trainer, batch_idx, before * units, now, shares, units, self.unit)
+        if level != started or batch_idx == 0:
+            self._sharing.take_in([each.batch // self._loader_batch for each in progress.to_come(self.plan)])
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -218,6 +225,10 @@ class BatchSizeGrowth(Callback):
         self._progress.observe(mean_of(trainer, self.on_plateau), self.patience, self.min_delta, self.mode)
 
     @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._sharing.end()
+
+    @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._factors.release(self)
         self._give_back()
@@ -225,6 +236,7 @@ class BatchSizeGrowth(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._factors.release(self)  # accumulate_grad_batches stays, for checkpoints that are saved now
+        self._sharing.on_exception(exception)
         self._is_running = False
 
     @override

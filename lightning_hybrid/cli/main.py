@@ -10,6 +10,7 @@ from pathlib import Path
 TOOLS = {  # command -> its line in the help; main of the module with its name in lightning_hybrid.cli runs it
     "checkpoint": "look at a checkpoint, make one file of it, or check it",
     "demo": "train a small GPT on four processes of this machine",
+    "elastic": "start torchrun's agent for a run that grows with its nodes",
     "plan-tensor": "print which module of a model tensor parallelism splits, and how",
     "schedule": "draw a pipeline schedule",
 }

@@ -189,3 +189,20 @@ def step_decays(milestones: Sequence[int], gamma: float) -> dict[int, float]:
         gamma: Its factor each time.
     """
     return {milestone: gamma**number for number, milestone in enumerate(sorted(milestones), start=1)}
+
+
+def nodes_to_add(batches: Sequence[int], replicas: int, nodes: int, wanted: int, waiting: int) -> int:
+    """How many of the nodes that wait a run takes in: as many as it can use.
+
+    Args:
+        batches: Loader batches of one replica in a step of all, at the present level and at those to come.
+        replicas: Those that there are.
+        nodes: Nodes that they are on, all alike.
+        wanted: Most replicas that are wanted.
+        waiting: Nodes that wait.
+    """
+    for added in range(waiting, 0, -1):
+        number, rest = divmod(replicas * (nodes + added), nodes)
+        if not rest and replicas < number <= wanted and all(each % number == 0 for each in batches):
+            return added
+    return 0

@@ -41,6 +41,11 @@ class MeasuredStrategy(StatefulStrategy):
         return self.assembly.runner.splitter.wanted
 
     @property
+    def counts_samples(self) -> bool:
+        """Whether places in the training data count samples of all replicas, so that others can go on in an epoch."""
+        return self.evaluation.loaders.positions.are_known
+
+    @property
     def joined_batches(self) -> int:
         """Batches of the loader that the training batch under way joins."""
         return max(1, len(self.assembly.runner.splitter.joined))

@@ -190,6 +190,11 @@ class Positions:
         self._go_on.append(goes_on or is_stateful(loader))
 
     @property
+    def are_known(self) -> bool:
+        """Whether all loaders have one."""
+        return bool(self._all) and all(each is not None for each in self._all)
+
+    @property
     def follow_first(self) -> bool:
         """Whether orders are drawn from the first replica's global stream, as the run did from which this one goes on.
 

@@ -19,6 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_hybrid.parallel.elastic import LeaveForMoreReplicas
 from lightning_hybrid.parallel.failures.hub import Hub
 from lightning_hybrid.parallel.failures.watch import Watch, end_process
 from lightning_hybrid.parallel.tensor.parallel import whole_tree
@@ -123,6 +124,9 @@ class ProcessStrategy(ParallelStrategy):
         """Before the hooks for exceptions, some of which would save: who failed first, and can all ranks save?"""
         if isinstance(error, SIGTERMException) and self.signals.agreed:
             self.on_validation_end()  # if that is where it found us, what evaluation has gathered is let go
+            return error
+        if isinstance(error, LeaveForMoreReplicas):  # all ranks do, after a checkpoint
+            self._saving = Saving(trainer, lambda: "one has been saved.") if trainer is not None else None
             return error
         if self._watch is None or trainer is None:  # the other ranks have not met this one
             assert isinstance(self._launcher, Launcher)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_hybrid.parallel.mesh import Layout, Mesh
@@ -116,11 +117,11 @@ class Resuming:
         return self._place(replicas, mesh)
 
     def _place(self, replicas: list[dict[str, Any]], mesh: Mesh) -> Place:
-        """A replica that the checkpoint does not know goes on as the only one did, or the first of several."""
-        is_known, was_alone = mesh.data_rank < len(replicas), len(replicas) == 1
+        """A replica that the checkpoint does not know goes on as the first, with its generators if all had the same."""
+        is_known, were_same = mesh.data_rank < len(replicas), _same_generators(replicas)
         own = replicas[mesh.data_rank if is_known else 0]
         return Place(
-            own.get("generators", []) if is_known or was_alone else [],
+            own.get("generators", []) if is_known or were_same else [],
             own.get("positions", []),
             own.get("accumulate", 1),
             self._mid_epoch,
@@ -134,6 +135,12 @@ class Resuming:
         if self._random is not None and in_epoch == self._mid_epoch:
             set_random_state(self._random, mesh.device)
             self._random = None
+
+
+def _same_generators(replicas: list[dict[str, Any]]) -> bool:
+    """Whether all replicas had drawn the same from the generators of their loaders."""
+    states = [replica.get("generators", []) for replica in replicas]
+    return all(len(each) == len(states[0]) and all(map(torch.equal, each, states[0])) for each in states)
 
 
 def _fit_loop(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

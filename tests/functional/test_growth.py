@@ -15,6 +15,7 @@ from lightning_hybrid.functional.growth import (
     is_whole,
     level_at,
     levels,
+    nodes_to_add,
     noise_scale,
     observe,
     share_out,
@@ -134,3 +135,20 @@ def told(values, **options):
 )
 def test_a_plateau_is_so_many_values_in_a_row_that_are_no_better(values, options, expected):
     assert told(values, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("batches", "replicas", "nodes", "wanted", "waiting", "added"),
+    [
+        ([4, 8], 1, 1, 4, 3, 3),
+        ([4, 8], 1, 1, 2, 3, 1),  # two of the three wait for a later level
+        ([4, 8], 2, 2, 4, 1, 0),  # 3 replicas cannot share 4 batches
+        ([4, 6], 1, 1, 4, 3, 1),  # 4 could not share the 6 that come later
+        ([32], 8, 1, 32, 2, 1),  # nodes with 8 replicas each: 24 do not divide 32
+        ([4], 1, 2, 2, 1, 0),  # half a replica on each node
+        ([4], 1, 2, 2, 2, 2),
+        ([4], 1, 1, 4, 0, 0),
+    ],
+)
+def test_as_many_nodes_are_taken_in_as_can_share_the_batches(batches, replicas, nodes, wanted, waiting, added):
+    assert nodes_to_add(batches, replicas, nodes, wanted, waiting) == added

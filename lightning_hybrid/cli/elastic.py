@@ -1,0 +1,194 @@
+"""``lightning-hybrid elastic``: start torchrun's agent on a node of a run that grows with its nodes.
+
+A thin layer over ``torch.distributed.run``: it chooses what an elastic run needs, and lets a node that comes while the
+run goes on wait until the run invites it, since an agent that joins makes all others restart at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import TCPStore
+from torch.distributed import run as torchrun
+
+from lightning_hybrid.parallel.elastic import Meeting, RunState
+
+PORT = 29400  # torchrun's own
+POLL = 1.0  # seconds between looks at the folder
+CONF = {"last_call_timeout": "15", "keep_alive_interval": "5", "keep_alive_max_attempt": "3"}  # seconds, seconds, times
+
+
+def main(argv: list[str]) -> int:
+    """Run the command.
+
+    Args:
+        argv: Arguments behind ``lightning-hybrid elastic``.
+
+    Returns:
+        Exit status: 0 when the run has ended, 1 if it has vanished while this node waited. torchrun's error, with
+        status 1, leaves it as an exception. Arguments that cannot work end the process with status 2, as argparse does.
+    """
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        host, port = _endpoint(args.rdzv_endpoint)
+        arguments = [] if args.store else _arguments(args)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.store:
+        return _keep_store(host, port)
+    if args.dirpath is None or args.script is None:
+        parser.error("--dirpath and a script are needed, but with --store.")
+    outcome = _wait_outside(Meeting(args.dirpath), args.rdzv_id, host, port)
+    if outcome is not None:
+        return outcome
+    # A store that agents keep over several starts has keys of the last one, and an address of a node that may be gone.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    torchrun.main(arguments)
+    return 0
+
+
+def next_step(state: RunState | None, run: str, name: str, *, is_alive: bool, has_waited: bool) -> str:
+    """What a node does.
+
+    Args:
+        state: What the run says of itself.
+        run: The job's id.
+        name: Of the node.
+        is_alive: Whether somebody listens at the rendezvous endpoint.
+        has_waited: Whether the node has waited for this run.
+
+    Returns:
+        "start", "wait", "ended" or "gone".
+    """
+    if state is None or state.run != run:  # no run yet
+        return "start"
+    if not is_alive:
+        return "gone" if has_waited and state.state != "ended" else "ended" if has_waited else "start"
+    if state.state == "ended":
+        return "ended"
+    return "start" if name in state.invited else "wait"
+
+
+def _wait_outside(meeting: Meeting, run: str, host: str, port: int) -> int | None:
+    """Wait until this node may join; the exit status if it need not any more.
+
+    Args:
+        meeting: Where the run tells of itself.
+        run: The job's id.
+        host: Where the rendezvous is.
+        port: Its port.
+    """
+    name, has_waited = f"{socket.gethostname()}-{os.getpid()}", False
+    try:
+        while True:
+            state = meeting.read()
+            step = next_step(state, run, name, is_alive=_listens(host, port), has_waited=has_waited)
+            if step == "wait":
+                meeting.wait_outside(name)
+                if not has_waited and state is not None:
+                    _say(f"{name} waits: the run has {state.nodes} nodes, and takes others in when its batch grows.")
+                has_waited = True
+                time.sleep(POLL)
+                continue
+            break
+    finally:
+        if has_waited:
+            meeting.go([name])
+    if step == "start":
+        if state is not None and not has_waited:
+            meeting.forget()  # what a run has left that is gone
+        _say(f"{name} joins.")
+        return None
+    _say(f"{name} leaves: the run {'has ended' if step == 'ended' else 'is gone'}.")
+    return int(step == "gone")
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def _keep_store(host: str, port: int) -> int:
+    """Be the rendezvous' store until this process is ended."""
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5))
+    _say(f"The store of the rendezvous is at {host}:{store.port}, until this process ends.")
+    try:
+        while True:
+            time.sleep(3600)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _arguments(args: argparse.Namespace) -> list[str]:
+    """Those of torchrun.
+
+    Raises:
+        ValueError: If one cannot work.
+    """
+    given = dict(_pair(each) for each in args.rdzv_conf.split(",") if each)
+    if args.max_restarts < 1:
+        raise ValueError(f"--max-restarts={args.max_restarts}: each milestone and each failure needs one.")
+    found = {
+        "nnodes": args.nnodes,
+        "nproc-per-node": args.nproc_per_node,
+        "rdzv-backend": "c10d",
+        "rdzv-endpoint": args.rdzv_endpoint,
+        "rdzv-id": args.rdzv_id,
+        "rdzv-conf": ",".join(f"{name}={value}" for name, value in {**CONF, **given}.items()),
+        "max-restarts": args.max_restarts,
+    }
+    if args.local_addr is not None:
+        found["local-addr"] = args.local_addr
+    options = [f"--{name}={value}" for name, value in found.items()]
+    return [*options, *shlex.split(args.torchrun), *(["-m"] if args.module else []), str(args.script), *args.arguments]
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise ValueError(f"--rdzv-conf: {text!r} is no name=value.")
+    return name.strip(), value.strip()
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":") if ":" in text else (text, "", str(PORT))
+    if not host or not port.isdecimal() or port == "0":
+        raise ValueError(f"--rdzv-endpoint={text!r} is no HOST:PORT that all nodes can reach.")
+    return host, int(port)
+
+
+def _say(text: str) -> None:
+    print(f"lightning-hybrid elastic: {text}", flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-hybrid elastic",
+        description="Start torchrun's agent on a node of a run that grows with its nodes. The same command on each.",
+    )
+    add = parser.add_argument
+    add("--dirpath", type=Path, metavar="DIR", help="folder that all nodes share, as BatchSizeGrowth has it")
+    add("--nnodes", default="1:4", metavar="MIN:MAX", help="nodes (default: %(default)s)")
+    add("--nproc-per-node", default="1", metavar="N", help="processes of each node (default: %(default)s)")
+    add("--rdzv-endpoint", required=True, metavar="HOST:PORT", help="where the nodes meet; one of them, or a --store")
+    add("--rdzv-id", default="elastic", metavar="ID", help="of the job (default: %(default)s)")
+    conf = ",".join(f"{name}={value}" for name, value in CONF.items())
+    add("--rdzv-conf", default="", metavar="NAME=VALUE,...", help=f"of the rendezvous (default: {conf})")
+    add("--max-restarts", type=int, default=10, metavar="N", help="milestones and failures (default: %(default)s)")
+    add("--local-addr", metavar="HOST", help="address of this node, if it cannot be found")
+    add("--torchrun", default="", metavar="OPTIONS", help="more of torchrun's, in quotes: --torchrun='--tee=3'")
+    add("--store", action="store_true", help="start no agent: keep the store that the nodes meet at")
+    add("-m", "--module", action="store_true", help="the script is a module, as with python -m")
+    add("script", nargs="?", help="the script, and behind it its arguments")
+    add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
