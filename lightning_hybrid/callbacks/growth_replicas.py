@@ -1,4 +1,4 @@
-"""A batch that grows by more replicas: the run leaves with a checkpoint, and torchrun's agents start it with more nodes."""
+"""A batch that grows by more replicas: the run leaves with a checkpoint, and torchrun starts it with more nodes."""
 
 from __future__ import annotations
 

@@ -47,9 +47,9 @@ class BatchSharing:
             check_whole("max_microbatches", max_microbatches, 1)
         if (max_accumulate is None) != (max_microbatches is None and max_replicas is None):
             raise ValueError(
-                f"max_accumulate={max_accumulate}, max_microbatches={max_microbatches} and max_replicas={max_replicas}: "
-                "the batch grows by more micro-batches, or replicas, when it accumulates max_accumulate batches. Give "
-                "it with one of them, or none."
+                f"max_accumulate={max_accumulate}, max_microbatches={max_microbatches} and "
+                f"max_replicas={max_replicas}: the batch grows by more micro-batches, or replicas, when it accumulates "
+                "max_accumulate batches. Give it with one of them, or none."
             )
         self._replicas = None if max_replicas is None else MoreReplicas(max_replicas, dirpath)
         self.max_accumulate, self.max_microbatches = max_accumulate, max_microbatches
