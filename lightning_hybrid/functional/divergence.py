@@ -23,7 +23,9 @@ def robust_score(history: Sequence[float], value: float) -> float:
     """How many robust standard deviations a value is above the median of others; negative below it.
 
     The deviation is 1.4826 times the median absolute deviation, and at least a hundredth of the median: losses that
-    hardly differ, as at the end of training or on repeated batches, would make a spike of any rise.
+    hardly differ, as at the end of training or on repeated batches, would make a spike of any rise. Where more than
+    half of the values are equal, as with hinge losses that are mostly 0, the largest deviation takes the place of the
+    median one, which is 0; where all are 0 there is no scale, and the score is 0.
 
     Args:
         history: At least one number, all finite.
@@ -32,11 +34,9 @@ def robust_score(history: Sequence[float], value: float) -> float:
     Source: Iglewicz and Hoaglin 1993, How to detect and handle outliers, section 3.3.
     """
     middle = median(history)
-    deviation = TO_DEVIATION * median([abs(each - middle) for each in history])
-    deviation = max(deviation, LEAST_DEVIATION * abs(middle))
-    if deviation == 0:
-        return 0.0 if value <= middle else float("inf")
-    return (value - middle) / deviation
+    distances = [abs(each - middle) for each in history]
+    deviation = max(TO_DEVIATION * (median(distances) or max(distances)), LEAST_DEVIATION * abs(middle))
+    return (value - middle) / deviation if deviation else 0.0
 
 
 class SpikeWindow:

@@ -21,8 +21,16 @@ def test_the_score_is_that_of_the_median_absolute_deviation():
     expected = (9.0 - middle) / (1.4826 * numpy.median(abs(values - middle)))
     assert robust_score(values.tolist(), 9.0) == pytest.approx(expected, rel=1e-12)
     assert robust_score([2.0] * 9, 2.2) == pytest.approx(10.0)  # a hundredth of the median is the least deviation
-    assert robust_score([0.0] * 9, 0.0) == 0
-    assert robust_score([0.0] * 9, 1e-9) == float("inf")
+
+
+def test_where_most_values_are_equal_the_farthest_tells_the_scale():
+    """As with a hinge loss, most of whose batches have nothing left to learn."""
+    assert robust_score([0.0] * 30 + [0.5, 0.25], 0.5) == pytest.approx(1 / 1.4826, rel=1e-12)
+    assert robust_score([1.0] * 30 + [1.5, 0.9], 9.0) == pytest.approx(8 / (1.4826 * 0.5), rel=1e-12)
+    assert robust_score([0.0] * 9, 1e-9) == 0  # there is no scale at all
+    hinge = numpy.where(numpy.random.default_rng(2).random(2000) < 0.05, 0.3, 0.0)
+    hinge[1500] = 90.0
+    assert judged(hinge) == [1500]
 
 
 def test_noise_is_no_spike_and_a_spike_is_one():
