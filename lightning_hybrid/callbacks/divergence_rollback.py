@@ -122,7 +122,7 @@ class DivergenceRollback(Callback):
         self._audit = RollbackAudit(path)
         decide = partial(self._decide, trainer, pl_module)
         options: dict[str, Any] = {"keep": self.keep, "every": self.snapshot_every, "folder": self.checkpoint_dir}
-        self._course = Course(trainer, pl_module, **options, decide=decide)
+        self._course = Course(trainer, pl_module, **options, decide=decide, detector=self._spikes)
         self._course.left_out = list(self._left_out)
         self._stop = around_advance(trainer, self._run)
         self._lower(trainer)

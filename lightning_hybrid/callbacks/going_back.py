@@ -16,6 +16,7 @@ from lightning_hybrid.callbacks.feeds import Item, Recorder
 from lightning_hybrid.callbacks.kept_batches import Kept, KeptBatches, unheard
 from lightning_hybrid.callbacks.run_snapshot import HostCopies, RunSnapshot
 from lightning_hybrid.compat import forget_saved
+from lightning_hybrid.functional.divergence import SpikeWindow
 
 COUNTS = ("ready", "started", "processed", "completed")
 Advance = Callable[[Any], None]
@@ -72,6 +73,7 @@ class Course:
         every: Applied steps from one to the next.
         folder: Of checkpoints in their place; None for snapshots in memory.
         decide: What to do about a bad window; raises if there is nothing to be done.
+        detector: What it has seen of the steps goes back with them.
 
     Attributes:
         snapshots: Oldest first.
@@ -88,9 +90,10 @@ class Course:
         every: int,
         folder: str | None,
         decide: Callable[[BadWindow], Retry],
+        detector: SpikeWindow,
     ) -> None:
         self._trainer, self._module, self._keep, self._every, self._decide = trainer, pl_module, keep, every, decide
-        self._folder = folder
+        self._folder, self._detector = folder, detector
         loaders = CombinedLoader(trainer.train_dataloader, "sequential").flattened
         draws = any(getattr(loader, "num_workers", 0) == 0 for loader in loaders)
         self._batches, self._copies = KeptBatches(trainer.strategy.root_device, draws=draws), HostCopies()
@@ -163,7 +166,7 @@ class Course:
             self.snapshots.pop(0).drop()
         name = f"rollback-epoch={self._trainer.current_epoch}-step={self._trainer.global_step}.ckpt"
         path = None if self._folder is None else os.path.join(self._folder, name)
-        self.snapshots.append(RunSnapshot(self._trainer, self._module, self._copies, path))
+        self.snapshots.append(RunSnapshot(self._trainer, self._module, self._copies, path, self._detector))
         self._batches.drop(below=self.snapshots[0].batch)
 
     def _pass_left_out(self, fetcher: Any) -> bool:

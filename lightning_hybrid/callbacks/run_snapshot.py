@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.callbacks.callback_states import kept_states, put_back
 from lightning_hybrid.callbacks.rate_factors import RateFactors
 from lightning_hybrid.compat import averaged_model, forget_unscaled, logged
+from lightning_hybrid.functional.divergence import SpikeWindow
 from lightning_hybrid.functional.trees import leaves_of
 from lightning_hybrid.optim.wholes import local
 from lightning_hybrid.parallel.pipeline.snapshot import ModuleState
@@ -72,6 +73,7 @@ class RunSnapshot:
         pl_module: Its module.
         copies: Memory for parameters and optimizer states.
         path: Of a checkpoint that is saved to have these instead; None keeps them in memory.
+        detector: Goes back too, with what it has seen of the steps; None if nothing does.
 
     Attributes:
         batch: Batches of the epoch before it.
@@ -79,13 +81,21 @@ class RunSnapshot:
         stepped: Steps that loggers had counted.
     """
 
-    def __init__(self, trainer: Trainer, pl_module: LightningModule, copies: HostCopies, path: str | None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        copies: HostCopies,
+        path: str | None,
+        detector: SpikeWindow | None = None,
+    ) -> None:
         self._trainer, self._module, self._copies, self._path = trainer, pl_module, copies, path
         loop = trainer.fit_loop.epoch_loop
         self.batch, self.step = int(loop.batch_progress.current.ready), int(trainer.global_step)
         counts: list[Any] = [
             loop.batch_progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress
         ]  # fmt: skip
+        counts += [detector] if detector is not None else []
         self._counts = [(count, deepcopy(count.state_dict())) for count in counts]
         self._loop = loop.on_save_checkpoint()
         self.stepped = int(self._loop["_batches_that_stepped"])

@@ -105,6 +105,40 @@ def test_good_steps_begin_the_count_anew(tmp_path):
     assert callback.rollbacks == 4
 
 
+class Distant(Small):
+    """Its losses fall fast, from far above the later ones."""
+
+    def __init__(self):
+        super().__init__()
+        torch.nn.init.constant_(self.outlet.bias, 20.0)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.003)
+
+
+class Raised(Callback):
+    """Labels of batch 18 are far too high."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 18:
+            batch[1].add_(1e3)
+
+
+def test_a_spike_is_passed_by_the_window_of_its_snapshot(tmp_path):
+    """Losses of the beginning, to which the run goes back, are far above those that the window has by then."""
+
+    def trained(name, loader, *callbacks):
+        callback = DivergenceRollback("spike", window=8, audit=str(tmp_path / name))
+        return run(Distant, loader, callback, *callbacks), callback
+
+    clean, other = trained("clean.csv", data(20, without=[18]))
+    trainer, callback = trained("audit.csv", data(20), Raised())
+    assert (callback.rollbacks, other.rollbacks) == (1, 0)
+    assert [row["batches"] for row in audit(tmp_path / "audit.csv")] == ["18"]
+    compared(weights(trainer), weights(clean))
+    assert callback.state_dict()["spikes"] == other.state_dict()["spikes"]
+
+
 @pytest.mark.parametrize("skip", [1, 2, 4])
 def test_more_batches_are_left_out(skip, tmp_path):
     clean = run(Scheduled, data(without=range(8 - skip, 8)))
