@@ -14,8 +14,8 @@ SUFFIX = ".ckpt"
 def latest_checkpoint(dirpath: str | os.PathLike[str]) -> str | None:
     """The newest complete checkpoint of a folder, for `trainer.fit(model, ckpt_path=latest_checkpoint(dirpath))`.
 
-    Full ones (files) and sharded ones (folders) count, whoever has saved them there: a `ModelCheckpoint`, a signal, or a
-    run that has left for more replicas. What an interrupted save has left does not. `ckpt_path="last"` of Lightning
+    Full ones (files) and sharded ones (folders) count, whoever has saved them there: a `ModelCheckpoint`, a signal, or
+    a run that has left for more replicas. What an interrupted save has left does not. `ckpt_path="last"` of Lightning
     knows files of a `ModelCheckpoint(save_last=True)` alone.
 
     Args:
