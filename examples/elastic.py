@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from examples.digits import parts
 from lightning_hybrid import HybridPTDPStrategy, latest_checkpoint
@@ -59,7 +59,8 @@ def train(folder: str) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loader = DataLoader(parts()["train"], 32, shuffle=True)
+    images = parts()["train"]
+    loader = DataLoader(TensorDataset(images.images, images.classes), 32, shuffle=True)
     trainer.fit(Net(), loader, ckpt_path=latest_checkpoint(folder))
     if trainer.is_global_zero:
         print(f"ended after {trainer.global_step} steps on {trainer.num_nodes} nodes", flush=True)

@@ -55,7 +55,7 @@ def _run(meeting: Meeting, run: str, host: str, port: int, arguments: list[str])
     name = f"{socket.gethostname()}-{os.getpid()}"
     # A store that agents keep over several starts has keys of the last one, and an address of a node that may be gone.
     os.environ |= {NODE: name, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    has_waited, stores = False, []
+    has_waited, stores = False, list[TCPStore]()
     while True:
         outcome = _wait_outside(meeting, run, name, host, port, has_waited=has_waited)
         if outcome is not None:

@@ -109,8 +109,8 @@ def test_what_has_no_longer_runs_is_refused_before_a_step():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"max_accumulate": 2}, "Give both, or neither"),
-        ({"max_microbatches": 4}, "Give both, or neither"),
+        ({"max_accumulate": 2}, "Give it with one of them, or none"),
+        ({"max_microbatches": 4}, "Give it with one of them, or none"),
         ({"max_accumulate": 0, "max_microbatches": 4}, "max_accumulate=0"),
         ({"max_accumulate": 1, "max_microbatches": 1.5}, "max_microbatches=1.5"),
     ],
