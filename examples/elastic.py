@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from examples.digits import parts
 from lightning_hybrid import HybridPTDPStrategy, latest_checkpoint
 from lightning_hybrid.callbacks import BatchSizeGrowth
+from lightning_hybrid.parallel.elastic import Meeting
 
 NODES, EPOCHS = 4, 6
 ENDPOINT = "127.0.0.1:29417"
@@ -44,6 +45,18 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
 
 
+class ForTheShow(Callback):
+    """Holds the run after its first epoch until the other nodes are there: it would end before they have started."""
+
+    def __init__(self, folder: str) -> None:
+        self.meeting = Meeting(folder)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Wait for files of nodes that wait."""
+        while trainer.current_epoch == 1 and len(self.meeting.waiting()) < NODES - 1:
+            time.sleep(0.5)
+
+
 def train(folder: str) -> None:
     """The script that each process runs, as often as it is started."""
     seed_everything(1, verbose=False)
@@ -54,7 +67,7 @@ def train(folder: str) -> None:
         num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
         strategy=HybridPTDPStrategy(pipeline_parallel_size=1, state_dict_type="sharded"),
         max_epochs=EPOCHS,
-        callbacks=[growth, ModelCheckpoint(folder, save_top_k=-1)],
+        callbacks=[growth, ModelCheckpoint(folder, save_top_k=-1), ForTheShow(folder)],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

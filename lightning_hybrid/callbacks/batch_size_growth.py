@@ -104,8 +104,7 @@ class BatchSizeGrowth(Callback):
         self.on_plateau, self.unit, self.interval = on_plateau, unit, interval
         self.patience, self.min_delta, self.mode = patience, min_delta, mode
         self._replaces_schedule = False
-        self._factors = FitFactors()
-        self._progress = GrowthProgress()
+        self._factors, self._progress = FitFactors(), GrowthProgress()
         self._saved: dict[str, Any] | None = None
         self._sharing = BatchSharing(max_accumulate, max_microbatches, max_replicas, dirpath)
         self._loader_batch = 0  # of all replicas

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 from lightning_hybrid.callbacks.arguments import check_whole
@@ -59,6 +59,12 @@ def refuse_runs(trainer: Trainer, pl_module: LightningModule, *, saves: bool) ->
         raise ValueError(
             f"{NAME} does not know where {type(strategy).__name__} has its parameters and optimizer states. Use "
             "strategy='hybrid_ptdp', with zero_stage=1, 2 or 3 for shards, or 'ddp'."
+        )
+    averages = any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks)
+    if averages and StochasticWeightAveraging.pl_module_contains_batch_norm(pl_module):
+        raise ValueError(
+            "StochasticWeightAveraging takes the statistics of batch normalisation from one more epoch without steps, "
+            f"with the batches that {NAME} has left out. Use WeightAveraging in its place."
         )
     if not saves:
         return

@@ -87,10 +87,10 @@ def next_step(state: RunState | None, run: str, name: str, *, is_alive: bool, ha
     """
     if state is None or state.run != run:  # no run yet
         return "start"
-    if not is_alive:
-        return "gone" if has_waited and state.state != "ended" else "ended" if has_waited else "start"
     if state.state == "ended":
         return "ended"
+    if not is_alive:
+        return "gone" if has_waited else "start"
     return "start" if name in state.invited else "wait"
 
 
@@ -125,7 +125,8 @@ def _wait_outside(meeting: Meeting, run: str, name: str, host: str, port: int, *
             meeting.forget()  # what a run has left that is gone
         _say(f"{name} joins.")
         return None
-    _say(f"{name} leaves: the run {'has ended' if step == 'ended' else 'is gone'}.")
+    ended = f"has ended. To begin another in {meeting.folder}, give another --rdzv-id than {run!r}"
+    _say(f"{name} leaves: the run {ended if step == 'ended' else 'is gone'}.")
     return int(step == "gone")
 
 

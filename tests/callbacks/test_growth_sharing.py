@@ -6,19 +6,18 @@ import re
 import pytest
 from lightning.pytorch import Callback
 from torch.testing import assert_close
+from torch.utils.data import DataLoader
 
 from lightning_hybrid.callbacks import BatchSizeGrowth
 from tests.callbacks.test_batch_size_growth import BATCH, GROWTH, PLAN, SAMPLES, Net, Saving, by_hand, fitted
 from tests.launch import run_trainers
-from tests.small import fit, hybrid, loader
+from tests.small import fit, hybrid, loader, samples
 
 RUNS = [[2] * 8, [2] * 8, [4] * 4]  # micro-batches of the runs of each epoch
 LAYOUTS = {
-    "pipeline": (2, 1, hybrid),
     "replicas of a pipeline": (4, 2, hybrid),
     "interleaved": (2, 1, lambda: hybrid(chunks=2)),
     "zero 3": (2, 2, lambda: hybrid(1, zero_stage=3)),
-    "one process": (1, 1, lambda: hybrid(1)),
 }
 
 
@@ -61,20 +60,20 @@ def test_more_micro_batches_are_the_same_batches_given_directly(name):
     assert_close(found, by_hand(PLAN, module), rtol=1e-9, atol=1e-12)
 
 
-def resumed(folder, first, second):
-    """Saved within a window of the second epoch; the limits may be others when the run goes on."""
-    path, found = folder / "middle.ckpt", []
-    for options, others, resume in ((first, [Saving(path, 2)], None), (second, [], path)):
-        found.append(fitted(growth(**options), hybrid(), others=others, resume=resume)[1])
-    return found
+def resumed(folder, first, second, data):
+    """Saved in the second epoch; the limits, and the layout, may be others when the run goes on."""
+    path, train = folder / "middle.ckpt", DataLoader(samples(SAMPLES), BATCH // data)
+    _, whole = fitted(growth(**first), hybrid(), others=[Saving(path, 2)])
+    strategy = hybrid() if data == 1 else hybrid(1, zero_stage=3, microbatches=1)
+    return whole, fitted(growth(**second), strategy, train=train, resume=path)[1]
 
 
 LONG, SHORT = {"max_accumulate": 1, "max_microbatches": 8}, {"max_accumulate": None, "max_microbatches": None}
 
 
-@pytest.mark.parametrize(("first", "second"), [(LONG, LONG), (LONG, SHORT), (SHORT, LONG)])
-def test_a_run_goes_on_with_other_limits(first, second, tmp_path):
-    whole, found = run_trainers(2, resumed, tmp_path, first, second)[0]
+@pytest.mark.parametrize(("first", "second", "data"), [(LONG, SHORT, 1), (SHORT, LONG, 1), (LONG, {}, 2)])
+def test_a_run_goes_on_with_other_limits(first, second, data, tmp_path):
+    whole, found = run_trainers(2, resumed, tmp_path, first, second, data)[0]
     assert_close(found, whole, rtol=1e-9, atol=1e-12)
 
 

@@ -7,7 +7,8 @@ import torch
 from lightning.pytorch import Callback
 from torch.testing import assert_close
 
-from lightning_hybrid.callbacks.joined_batches import JoinedBatches
+from lightning_hybrid.callbacks.feeds import Recorder, Replay
+from lightning_hybrid.callbacks.joined_batches import JoinedBatches, JoiningFeed
 from lightning_hybrid.compat import around_advance
 from lightning_hybrid.precision import FP16MasterWeights
 from tests.launch import run_trainers
@@ -177,10 +178,54 @@ def resumed(folder, first, second):
     return stopped(first, path, hybrid()), stopped(second, path, hybrid(), resume=True)
 
 
-@pytest.mark.parametrize(("first", "second"), [(2, 1), (2, 4), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2), (2, 4)])
 def test_a_run_goes_on_within_a_window_however_many_are_joined(first, second, tmp_path):
     whole, found = run_trainers(2, resumed, tmp_path, first, second)[0]
     assert_close(found, whole, rtol=1e-12, atol=1e-14)
+
+
+def item(number):
+    return torch.full((2, 1), float(number)), number, 0
+
+
+def test_a_feed_gives_what_is_left_at_its_end():
+    feed = JoiningFeed(Replay([item(number) for number in range(3)]), 2)
+    batch, *place = next(feed)
+    assert (batch.flatten().tolist(), place, feed.sizes) == ([0, 0, 1, 1], [0, 0], (2, 2))
+    batch, *place = next(feed)
+    assert (batch.flatten().tolist(), place, feed.sizes) == ([2, 2], [2, 0], (2,))
+    with pytest.raises(StopIteration):
+        next(feed)
+
+
+class Around(Callback):
+    """Is around what joins, and runs the second of three runs from what it has kept."""
+
+    def __init__(self):
+        self.kept = []
+
+    def on_train_start(self, trainer, pl_module):
+        around_advance(trainer, self.run)
+
+    def run(self, advance, fetcher):
+        if len(self.kept) != 1:
+            self.kept.append([])
+            advance(Recorder(fetcher, self.kept[-1].append))
+        else:
+            self.kept.append([next(fetcher) for _ in range(3)])
+            advance(Replay(self.kept[-1]))
+
+
+def around():
+    callback = Around()
+    found = trained(3, lambda: hybrid(1), callbacks=[callback], max_epochs=1)[1]
+    return [len(items) for items in callback.kept], found, trained(3, lambda: hybrid(1), max_epochs=1)[1]
+
+
+def test_who_asks_later_has_the_batches_of_the_loader():
+    kept, found, expected = run_trainers(1, around)[0]
+    assert kept == [3, 3, 2]
+    assert_close(found, expected, rtol=0, atol=0)
 
 
 class Doubling(Small):

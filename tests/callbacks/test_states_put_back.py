@@ -5,7 +5,7 @@ from copy import deepcopy
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 
 from lightning_hybrid.callbacks import (
     ActivationCompression,
@@ -121,10 +121,10 @@ CASES = {
 }
 
 
-def outcome(make, model, loader, twice, **options):
+def outcome(make, model, loader, twice, max_epochs=2, **options):
     """Weights, states of the callbacks, and how often the run went back."""
     callbacks, goes_back = make(), Twice()
-    trainer = run(model, loader, *callbacks, *[goes_back] * twice, max_epochs=2, **options)
+    trainer = run(model, loader, *callbacks, *[goes_back] * twice, max_epochs=max_epochs, **options)
     return weights(trainer), [str(callback.state_dict()) for callback in callbacks], goes_back.times
 
 
@@ -147,7 +147,7 @@ def test_one_process(name):
 
 def both(replicas, options):
     """On a rank: of a run that goes back and one that does not."""
-    layout = {"use_distributed_sampler": False, "accumulate_grad_batches": 2}
+    layout = {"use_distributed_sampler": False, "accumulate_grad_batches": 2, "max_epochs": 1}
     return [
         outcome(stateful, Scheduled, data(replicas=replicas), twice, strategy=hybrid(**options), **layout)
         for twice in (True, False)
@@ -156,7 +156,7 @@ def both(replicas, options):
 
 def test_a_pipeline_of_two_with_two_replicas():
     for (found, of_found, times), (expected, states, _) in run_trainers(4, both, 2, {"pipeline": 2, "zero_stage": 0}):
-        assert times == 2
+        assert times == 1
         assert of_found == states
         compared(found, expected)
 
@@ -247,3 +247,22 @@ def test_a_step_that_comes_again_is_saved_again(tmp_path):
     assert rollback.rollbacks == 1
     assert "step=6.ckpt" in found
     compared(found, clean)
+
+
+def test_statistics_over_batches_that_were_left_out_are_refused(tmp_path):
+    """Without batch normalisation there are none, and the average of epochs is that of the clean run."""
+
+    def averaged(model, loader, *callbacks):
+        return weights(run(model, loader, StochasticWeightAveraging(0.01, 1), *callbacks, max_epochs=3))
+
+    rollback = DivergenceRollback(audit=str(tmp_path / "audit.csv"))
+    compared(averaged(Small, data(poisoned=[5]), rollback), averaged(Small, data(without=[5])))
+    assert rollback.rollbacks == 3
+
+    class Normed(Small):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(6, dtype=torch.float64)
+
+    with pytest.raises(ValueError, match=r"batches that DivergenceRollback has left out\. Use WeightAveraging"):
+        averaged(Normed, data(), rollback)

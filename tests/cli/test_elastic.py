@@ -20,6 +20,7 @@ RUNNING, LEAVING, ENDED = (RunState("job", state, invited=("a",)) for state in (
         (LEAVING, "a", True, True, "start"),
         (ENDED, "b", True, True, "ended"),
         (ENDED, "b", False, True, "ended"),
+        (ENDED, "b", False, False, "ended"),
         (RUNNING, "b", False, True, "gone"),
         (RUNNING, "b", False, False, "start"),  # what another run has left
         (RunState("another job", "running"), "b", True, False, "start"),
