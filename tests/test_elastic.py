@@ -136,6 +136,19 @@ def test_a_run_grows_with_its_nodes_and_has_the_numbers_of_one_process(tmp_path,
     assert Meeting(tmp_path / "run").read().state == "ended"
 
 
+@pytest.mark.full
+def test_nodes_that_cannot_share_the_batch_without_a_lost_one_step_aside(tmp_path, expected):
+    with nodes(tmp_path, {"1 of 5": 3, "4 of 15": 9}) as made:
+        made.start(1)
+        made.until(lambda: runs(tmp_path))
+        made.start(3)
+        made.until(lambda: any(place[:2] == (4, 15) for place in seen(tmp_path)))
+        made.kill(3)
+        made.join([0] * 3 + [-signal.SIGKILL])
+        assert "the batch cannot be shared by 3 nodes; 2 go on" in made.outputs()
+    check(tmp_path, expected, [1] * 6 + [2] * 7 + [2] * 7)
+
+
 def test_a_run_goes_on_without_a_node_that_is_lost(tmp_path, expected):
     with nodes(tmp_path, {"1 of 5": 1, "2 of 10": 9}) as made:
         made.start(1)

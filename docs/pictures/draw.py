@@ -249,6 +249,37 @@ def draw_batch_size_growth() -> None:
     save(figure, "batch_size_growth")
 
 
+def draw_elastic() -> None:
+    """Batch, replicas and accumulation by epoch of a run that nodes come to, and that loses one of them."""
+    from lightning_hybrid.functional.growth import levels, nodes_to_add, share_out, usable_nodes
+
+    figure, panels = plain(rows=3)
+    figure.set_size_inches(6, 6)
+    milestones, comes, lost, epochs = (3, 6, 9), {1: 1, 4: 1, 7: 1}, 12, range(16)
+    sizes = [level.batch for level in levels(32, 32, [2, 2, 2])]
+    nodes, waiting, rows = 1, 0, list[tuple[int, int, int, int]]()
+    for epoch in epochs:
+        waiting += comes.get(epoch, 0)
+        level = sum(each <= epoch for each in milestones)
+        batches = [size // 32 for size in sizes[level:]]
+        if epoch == lost:
+            present = nodes - 1
+            nodes = usable_nodes(batches[0], nodes, nodes, present)
+            waiting += present - nodes
+        wanted = share_out(batches[0], nodes, 1, max_replicas=4).replicas
+        added = nodes_to_add(batches, nodes, nodes, wanted, waiting)
+        nodes, waiting = nodes + added, waiting - added
+        rows.append((sizes[level], nodes, waiting, batches[0] // nodes))
+    for panel, name, shown in zip(panels, ("global batch", "nodes", "accumulated"), ((0,), (1, 2), (3,)), strict=True):
+        for number, style, label in zip(shown, ("tab:blue", "k:"), ("in the run", "waiting"), strict=False):
+            panel.plot(epochs, [row[number] for row in rows], style, drawstyle="steps-post", label=label)
+        panel.set(ylabel=name, ylim=(0, None))
+    panels[0].set_title("batches grow at epochs 3, 6, 9; nodes come at 1, 4, 7; one of four is lost at 12", fontsize=9)
+    panels[1].legend(fontsize=8)
+    panels[2].set(xlabel="epoch")
+    save(figure, "elastic")
+
+
 def draw_gradient_noise() -> None:
     """Noise of one step after the other, and weights that leave a shallow minimum with it."""
     import torch

@@ -22,6 +22,7 @@ from lightning_hybrid.callbacks.growth_arguments import (
     check_patience,
     check_schedulers,
     check_trainer,
+    check_validation,
     decays_of,
     plan_of,
 )
@@ -167,11 +168,8 @@ class BatchSizeGrowth(Callback):
         self._factors.resume()
         self._sharing.check()
         self._loader_batch = loader_batch_of_all(trainer, NAME)
-        if self.plan.has_plateaus and not trainer.enable_validation:
-            raise ValueError(
-                f"BatchSizeGrowth(on_plateau={self.on_plateau!r}) counts validations, and this fit has none. Give the "
-                "Trainer a validation loader, or give milestones."
-            )
+        if self.plan.has_plateaus:
+            check_validation(trainer, self.on_plateau)
         if self._saved is not None and self._saved["progress"]["base"]:
             self._restore()
         else:
@@ -181,6 +179,7 @@ class BatchSizeGrowth(Callback):
             self._sharing.apply(self._sharing.shares(trainer.accumulate_grad_batches))
         if self.unit == "samples" or self._progress.tokens:
             self._check(trainer)
+            self._sharing.take_in(self._progress.windows(self.plan, self._loader_batch), may_leave=False)
         self._is_running = True
 
     @override
@@ -211,7 +210,7 @@ class BatchSizeGrowth(Callback):
             now, units = progress.at(self.plan, level), progress.units
             tell_level(trainer, batch_idx, before * units, now, shares, units, self.unit)
         if level != started or batch_idx == 0:
-            self._sharing.take_in([each.batch // self._loader_batch for each in progress.to_come(self.plan)])
+            self._sharing.take_in(progress.windows(self.plan, self._loader_batch))
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:

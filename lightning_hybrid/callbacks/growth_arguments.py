@@ -142,3 +142,16 @@ def check_schedulers(trainer: Trainer) -> None:
                 f"BatchSizeGrowth.from_lr_schedule takes the place of {type(config.scheduler).__name__}, which "
                 "configure_optimizers returns too: the noise would decay twice. Leave the scheduler out."
             )
+
+
+def check_validation(trainer: Trainer, on_plateau: str | None) -> None:
+    """Refuse to wait for validations that never come; from `on_train_start` on.
+
+    Raises:
+        ValueError: Naming the value.
+    """
+    if not trainer.enable_validation:
+        raise ValueError(
+            f"BatchSizeGrowth(on_plateau={on_plateau!r}) counts validations, and this fit has none. Give the Trainer a "
+            "validation loader, or give milestones."
+        )

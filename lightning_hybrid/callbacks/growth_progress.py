@@ -93,6 +93,10 @@ class GrowthProgress:
             last += 1
         return [self.at(plan, level) for level in range(self.level, last + 1)]
 
+    def windows(self, plan: GrowthPlan, loader_batch: int) -> list[int]:
+        """Loader batches of all replicas in a step of each of these levels."""
+        return [each.batch // loader_batch for each in self.to_come(plan)]
+
     def next_level(self, due: int, fits: Callable[[int], bool]) -> int:
         """The furthest level that is due and whose windows can begin here; the present one if there is none."""
         return next((level for level in range(due, self.level, -1) if fits(level)), self.level)

@@ -1,9 +1,11 @@
-"""A batch that grows by more replicas: the run leaves with a checkpoint, and torchrun starts it with more nodes."""
+"""A batch that grows by more replicas: a run leaves with a checkpoint, and torchrun's agents start it on more nodes."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Sequence
+from math import gcd
 from typing import Protocol, runtime_checkable
 
 import torch.distributed as dist
@@ -14,8 +16,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hybrid.callbacks.arguments import check_whole
 from lightning_hybrid.callbacks.global_batch import num_replicas
-from lightning_hybrid.functional.growth import nodes_to_add
-from lightning_hybrid.parallel.elastic import EXIT_FOR_MORE_REPLICAS, LeaveForMoreReplicas, Meeting, RunState
+from lightning_hybrid.functional.growth import nodes_to_add, usable_nodes
+from lightning_hybrid.parallel.elastic import EXIT_FOR_MORE_REPLICAS, NODE, LeaveForMoreReplicas, Meeting, RunState
 
 COMMAND = "lightning-hybrid elastic --dirpath {} --nnodes 1:4 --nproc-per-node 1 --rdzv-endpoint HOST:29400 SCRIPT"
 
@@ -66,9 +68,29 @@ class MoreReplicas:
                 f"BatchSizeGrowth(max_replicas={self.max_replicas}): torchrun has --max-restarts=0 and would not start "
                 f"the run again. Give it a number of milestones and failures, or use {command}."
             )
+        self._step_aside()
 
-    def start(self, trainer: Trainer) -> None:
-        """Training begins: nobody is invited any more; in `on_train_start`.
+    def _step_aside(self) -> None:
+        """Let nodes wait outside without which the others can share the batch, as after one of four is lost.
+
+        Raises:
+            LeaveForMoreReplicas: On all ranks, to be started again without these nodes.
+        """
+        state, present, rank = self._meeting.read(), _number("GROUP_WORLD_SIZE", 1), _number("GROUP_RANK")
+        name = os.environ.get(NODE, "")
+        if state is None or state.run != _run() or not state.batches or not name.endswith(f"-{os.getppid()}"):
+            return
+        usable = usable_nodes(state.batches, state.replicas, state.nodes, present)
+        if usable in (0, present):
+            return
+        if rank >= usable and not _number("LOCAL_RANK"):
+            self._meeting.wait_outside(name)
+            os.kill(os.getppid(), signal.SIGTERM)  # the agent, whose launcher waits then
+        rank_zero_info(f"BatchSizeGrowth: the batch cannot be shared by {present} nodes; {usable} go on.")
+        raise LeaveForMoreReplicas
+
+    def check_loaders(self, trainer: Trainer) -> None:
+        """Refuse data that cannot go on with more replicas; in `on_train_start`.
 
         Raises:
             ValueError: If the data of a run cannot go on with more replicas.
@@ -80,16 +102,24 @@ class MoreReplicas:
                     "of one replica, which cannot be shared out to more. Use a DataLoader without state_dict, or leave "
                     "max_replicas out."
                 )
+
+    def tell(self, trainer: Trainer, batches: Sequence[int], wanted: int) -> None:
+        """Training begins, or a level of it: nobody is invited any more.
+
+        Args:
+            trainer: The Trainer.
+            batches: Loader batches of one replica in a step of all, at the present level and at those to come.
+            wanted: Replicas that the present level is to have.
+        """
         if trainer.is_global_zero:
             before = self._meeting.read()
             self._meeting.go(before.invited if before is not None else ())
-            self._meeting.write(self._state(trainer, "running", num_replicas(trainer)))
+            self._meeting.write(self._state(trainer, "running", batches, wanted))
 
     def end(self, trainer: Trainer) -> None:
         """Training has ended, and waiting is in vain; in `on_train_end`."""
         if trainer.is_global_zero:
-            replicas = num_replicas(trainer)
-            self._meeting.write(self._state(trainer, "ended", replicas))
+            self._meeting.write(self._state(trainer, "ended"))
 
     def on_exception(self, error: BaseException) -> None:
         """After SIGTERM, leave with an exit code by which agents start the run again.
@@ -127,7 +157,7 @@ class MoreReplicas:
                 )
             self._has_warned = True
             return
-        self._leave(trainer, self._state(trainer, "leaving", wanted, tuple(waiting[:added])))
+        self._leave(trainer, self._state(trainer, "leaving", batches, wanted, waiting[:added]))
 
     def _can_leave(self, trainer: Trainer) -> bool:
         """Whether the data could go on here with more replicas: anywhere in an epoch, or only where one begins."""
@@ -148,9 +178,15 @@ class MoreReplicas:
         )
         raise LeaveForMoreReplicas
 
-    def _state(self, trainer: Trainer, what: str, wanted: int, invited: tuple[str, ...] = ()) -> RunState:
-        run, nodes = os.environ.get("TORCHELASTIC_RUN_ID", ""), _number("GROUP_WORLD_SIZE", 1)
-        return RunState(run, what, num_replicas(trainer), wanted, nodes, invited)
+    def _state(
+        self, trainer: Trainer, what: str, batches: Sequence[int] = (), wanted: int = 0, invited: Sequence[str] = ()
+    ) -> RunState:
+        nodes = _number("GROUP_WORLD_SIZE", 1)
+        return RunState(_run(), what, num_replicas(trainer), wanted, nodes, gcd(*batches), tuple(invited))
+
+
+def _run() -> str:
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def _restarts_left() -> int:

@@ -47,9 +47,9 @@ class BatchSharing:
             check_whole("max_microbatches", max_microbatches, 1)
         if (max_accumulate is None) != (max_microbatches is None and max_replicas is None):
             raise ValueError(
-                f"max_accumulate={max_accumulate}, max_microbatches={max_microbatches} and "
-                f"max_replicas={max_replicas}: the batch grows by more micro-batches, or replicas, when it accumulates "
-                "max_accumulate batches. Give it with one of them, or none."
+                f"max_accumulate={max_accumulate}, max_microbatches={max_microbatches}, max_replicas={max_replicas}: "
+                "the batch grows by more micro-batches, or replicas, when it accumulates max_accumulate batches. Give "
+                "it with one of them, or none."
             )
         self._replicas = None if max_replicas is None else MoreReplicas(max_replicas, dirpath)
         self.max_accumulate, self.max_microbatches = max_accumulate, max_microbatches
@@ -88,7 +88,7 @@ class BatchSharing:
         """
         assert self.trainer is not None
         if self._replicas is not None:
-            self._replicas.start(self.trainer)
+            self._replicas.check_loaders(self.trainer)
         if self.max_microbatches is not None and self.max_microbatches < self._of_one:
             raise ValueError(
                 f"{ASKED.format(self.max_microbatches)}: a batch of the loader has {self._of_one} micro-batches "
@@ -107,18 +107,22 @@ class BatchSharing:
         self.trainer.accumulate_grad_batches = shares.accumulate * shares.merged
         self._joined.number = shares.merged
 
-    def take_in(self, batches: Sequence[int]) -> None:
+    def take_in(self, batches: Sequence[int], *, may_leave: bool = True) -> None:
         """Leave if nodes wait that the present level can use; all ranks call it between two windows.
 
         Args:
             batches: Batches of the loader in a step on each replica, at the present level and at those to come.
+            may_leave: Whether it may, or only says what the level is like.
         """
         if self._replicas is not None:
             assert self.trainer is not None
             replicas = num_replicas(self.trainer)
             of_all = [each * replicas for each in batches]
             limits = self.max_accumulate, self._longest, self._replicas.max_replicas
-            self._replicas.take_in(self.trainer, of_all, share_out(of_all[0], replicas, *limits).replicas)
+            wanted = share_out(of_all[0], replicas, *limits).replicas
+            self._replicas.tell(self.trainer, of_all, wanted)
+            if may_leave:
+                self._replicas.take_in(self.trainer, of_all, wanted)
 
     def end(self) -> None:
         """Training has ended, in `on_train_end`."""

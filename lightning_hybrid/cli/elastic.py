@@ -11,13 +11,15 @@ import os
 import shlex
 import socket
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing import SignalException
 
-from lightning_hybrid.parallel.elastic import Meeting, RunState
+from lightning_hybrid.parallel.elastic import NODE, Meeting, RunState
 
 PORT = 29400  # torchrun's own
 POLL = 1.0  # seconds between looks at the folder
@@ -45,13 +47,29 @@ def main(argv: list[str]) -> int:
         return _keep_store(host, port)
     if args.dirpath is None or args.script is None:
         parser.error("--dirpath and a script are needed, but with --store.")
-    outcome = _wait_outside(Meeting(args.dirpath), args.rdzv_id, host, port)
-    if outcome is not None:
-        return outcome
+    return _run(Meeting(args.dirpath), args.rdzv_id, host, port, arguments)
+
+
+def _run(meeting: Meeting, run: str, host: str, port: int, arguments: list[str]) -> int:
+    """Wait, and be torchrun's agent, as often as this node is sent outside."""
+    name = f"{socket.gethostname()}-{os.getpid()}"
     # A store that agents keep over several starts has keys of the last one, and an address of a node that may be gone.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    torchrun.main(arguments)
-    return 0
+    os.environ |= {NODE: name, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    has_waited, stores = False, list[TCPStore]()
+    while True:
+        outcome = _wait_outside(meeting, run, name, host, port, has_waited=has_waited)
+        if outcome is not None:
+            return outcome
+        if not stores and _is_here(host) and not _listens(host, port):  # it stays where it is when this node waits
+            stores.append(_store(host, port))
+        try:
+            torchrun.main(arguments)
+        except SignalException:
+            if name not in meeting.waiting():
+                raise
+            has_waited = True  # sent outside by its own process
+        else:
+            return 0
 
 
 def next_step(state: RunState | None, run: str, name: str, *, is_alive: bool, has_waited: bool) -> str:
@@ -69,23 +87,24 @@ def next_step(state: RunState | None, run: str, name: str, *, is_alive: bool, ha
     """
     if state is None or state.run != run:  # no run yet
         return "start"
-    if not is_alive:
-        return "gone" if has_waited and state.state != "ended" else "ended" if has_waited else "start"
     if state.state == "ended":
         return "ended"
+    if not is_alive:
+        return "gone" if has_waited else "start"
     return "start" if name in state.invited else "wait"
 
 
-def _wait_outside(meeting: Meeting, run: str, host: str, port: int) -> int | None:
+def _wait_outside(meeting: Meeting, run: str, name: str, host: str, port: int, *, has_waited: bool) -> int | None:
     """Wait until this node may join; the exit status if it need not any more.
 
     Args:
         meeting: Where the run tells of itself.
         run: The job's id.
+        name: Of the node.
         host: Where the rendezvous is.
         port: Its port.
+        has_waited: Whether it has been part of the run.
     """
-    name, has_waited = f"{socket.gethostname()}-{os.getpid()}", False
     try:
         while True:
             state = meeting.read()
@@ -106,7 +125,8 @@ def _wait_outside(meeting: Meeting, run: str, host: str, port: int) -> int | Non
             meeting.forget()  # what a run has left that is gone
         _say(f"{name} joins.")
         return None
-    _say(f"{name} leaves: the run {'has ended' if step == 'ended' else 'is gone'}.")
+    ended = f"has ended. To begin another in {meeting.folder}, give another --rdzv-id than {run!r}"
+    _say(f"{name} leaves: the run {ended if step == 'ended' else 'is gone'}.")
     return int(step == "gone")
 
 
@@ -118,9 +138,24 @@ def _listens(host: str, port: int) -> bool:
         return False
 
 
+def _is_here(host: str) -> bool:
+    """Whether a name is one of this machine's, whose addresses alone can be bound."""
+    with suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return True
+    return False
+
+
+def _store(host: str, port: int) -> TCPStore:
+    wait = timedelta(minutes=1)
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=wait, multi_tenant=True)
+
+
 def _keep_store(host: str, port: int) -> int:
     """Be the rendezvous' store until this process is ended."""
-    store = TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5))
+    store = _store(host, port)
     _say(f"The store of the rendezvous is at {host}:{store.port}, until this process ends.")
     try:
         while True:

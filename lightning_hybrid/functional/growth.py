@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from math import gcd
 from typing import NamedTuple
 
 SLACK = 1e-9  # of a ratio that is whole but for rounding
@@ -201,8 +202,25 @@ def nodes_to_add(batches: Sequence[int], replicas: int, nodes: int, wanted: int,
         wanted: Most replicas that are wanted.
         waiting: Nodes that wait.
     """
-    for added in range(waiting, 0, -1):
-        number, rest = divmod(replicas * (nodes + added), nodes)
-        if not rest and replicas < number <= wanted and all(each % number == 0 for each in batches):
-            return added
+    least, common = nodes + 1, gcd(*batches)
+    return max(0, usable_nodes(common, replicas, nodes, nodes + waiting, least=least, most=wanted) - nodes)
+
+
+def usable_nodes(
+    batches: int, replicas: int, nodes: int, present: int, *, least: int = 1, most: int | None = None
+) -> int:
+    """On how many of the present nodes replicas can share the batches of a step; 0 if on none.
+
+    Args:
+        batches: Loader batches of one replica in a step of all, or a common divisor of several.
+        replicas: Of a run on `nodes` nodes, all alike.
+        nodes: Its nodes.
+        present: Nodes that there are now.
+        least: Fewest nodes.
+        most: Most replicas; None sets no limit.
+    """
+    for number in range(present, least - 1, -1):
+        count, rest = divmod(replicas * number, nodes)
+        if count and not rest and count <= (most or count) and batches % count == 0:
+            return number
     return 0

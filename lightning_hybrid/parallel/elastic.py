@@ -23,6 +23,7 @@ from pathlib import Path
 EXIT_FOR_MORE_REPLICAS = 83
 """Exit code of processes that have saved a checkpoint and want to be started again, as more replicas."""
 
+NODE = "LIGHTNING_HYBRID_NODE"  # for the processes of a node: its name, which ends with its agent's process
 FILE, WAITING, CHECKPOINT = "elastic.json", "elastic-waiting", "elastic.ckpt"
 STALE = 30.0  # seconds without a sign after which a node that waited counts as gone
 
@@ -44,6 +45,8 @@ class RunState:
         replicas: Data replicas that there are.
         wanted: Those that the batch could use.
         nodes: Nodes that there are.
+        batches: What the replicas share: loader batches of a step at all levels from the present one on have this
+            divisor in common; 0 if nobody knows.
         invited: Names of the nodes that are to join.
     """
 
@@ -52,6 +55,7 @@ class RunState:
     replicas: int = 1
     wanted: int = 1
     nodes: int = 1
+    batches: int = 0
     invited: tuple[str, ...] = ()
 
 

@@ -21,7 +21,7 @@ def growth(folder, **options):
     [
         ({"max_replicas": 1}, "max_replicas=1 must be a whole number of at least 2"),
         ({"dirpath": None}, "max_replicas=2 needs dirpath"),
-        ({"max_accumulate": None}, "max_accumulate=None, max_microbatches=None and max_replicas=2"),
+        ({"max_accumulate": None}, "max_accumulate=None, max_microbatches=None, max_replicas=2"),
     ],
 )
 def test_wrong_arguments_are_refused(options, message, tmp_path):

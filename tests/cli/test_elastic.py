@@ -6,7 +6,7 @@ import pytest
 from torch.distributed import run as torchrun
 
 from lightning_hybrid.cli import elastic
-from lightning_hybrid.parallel.elastic import Meeting, RunState
+from lightning_hybrid.parallel.elastic import NODE, Meeting, RunState
 
 RUNNING, LEAVING, ENDED = (RunState("job", state, invited=("a",)) for state in ("running", "leaving", "ended"))
 
@@ -20,6 +20,7 @@ RUNNING, LEAVING, ENDED = (RunState("job", state, invited=("a",)) for state in (
         (LEAVING, "a", True, True, "start"),
         (ENDED, "b", True, True, "ended"),
         (ENDED, "b", False, True, "ended"),
+        (ENDED, "b", False, False, "ended"),
         (RUNNING, "b", False, True, "gone"),
         (RUNNING, "b", False, False, "start"),  # what another run has left
         (RunState("another job", "running"), "b", True, False, "start"),
@@ -33,6 +34,7 @@ def test_torchruns_agent_gets_what_an_elastic_run_needs(tmp_path, monkeypatch):
     found = []
     monkeypatch.setattr(torchrun, "main", found.append)
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")
+    monkeypatch.setenv(NODE, "")
     Meeting(tmp_path).write(RunState("job", "running"))
     options = ["--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=job", "--nnodes=2:8", "--rdzv-conf=last_call_timeout=40"]
     assert (
