@@ -10,6 +10,7 @@ from lightning_hybrid.callbacks.divergence_rollback import DivergenceRollback
 from lightning_hybrid.callbacks.expert_monitor import ExpertMonitor
 from lightning_hybrid.callbacks.gradient_noise import GradientNoise
 from lightning_hybrid.callbacks.gradient_noise_scale_monitor import GradientNoiseScaleMonitor
+from lightning_hybrid.callbacks.kfac_preconditioner import KFACPreconditioner
 from lightning_hybrid.callbacks.learning_rate_scaling import LearningRateScaling
 from lightning_hybrid.callbacks.learning_rate_warmup import LearningRateWarmup
 from lightning_hybrid.callbacks.memory_ledger import MemoryLedger
@@ -29,6 +30,7 @@ __all__ = [
     "ExpertMonitor",
     "GradientNoise",
     "GradientNoiseScaleMonitor",
+    "KFACPreconditioner",
     "LearningRateScaling",
     "LearningRateWarmup",
     "MemoryLedger",

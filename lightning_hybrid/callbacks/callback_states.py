@@ -29,12 +29,14 @@ Kept = list[tuple[Callback, dict[str, Any]]]
 def kept_states(trainer: Trainer) -> Kept:
     """Copies of what callbacks would save; those that set `goes_back = False` are left out.
 
+    A callback whose ranks have parts of its state keeps what its `own_state` gives, which its `put_back` takes.
+
     Args:
         trainer: Between two batches of `fit`.
     """
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     going_back = (c for c in callbacks if not isinstance(c, STAY) and getattr(c, "goes_back", True))
-    states = ((callback, callback.state_dict()) for callback in going_back)
+    states = ((callback, getattr(callback, "own_state", callback.state_dict)()) for callback in going_back)
     return [(callback, deepcopy(state)) for callback, state in states if state]
 
 
@@ -52,6 +54,6 @@ def leave_batch(trainer: Trainer) -> None:
 
 
 def put_back(kept: Kept) -> None:
-    """Give callbacks what they had, by `load_state_dict`; no other hook is called."""
+    """Give callbacks what they had, by `put_back` or `load_state_dict`; no other hook is called."""
     for callback, state in kept:
-        callback.load_state_dict(deepcopy(state))
+        getattr(callback, "put_back", callback.load_state_dict)(deepcopy(state))

@@ -70,6 +70,30 @@ class MeasuredStrategy(StatefulStrategy):
         """What this rank has of the parameters, by names of the unmodified module, as the optimizers have it."""
         return self.assembly.engine.named_parameters()
 
+    def set_apart(self) -> dict[str, str]:
+        """Parameters whose gradients calls on this rank do not make alone, by names of the unmodified module: why."""
+        engine, cut = self.assembly.engine, self.assembly.engine.cut
+        apart = dict.fromkeys(engine.tensor.splits, "it is split over the tensor axis") if engine.tensor else {}
+        if engine.tensor is not None:
+            apart |= dict.fromkeys(engine.tensor.deferred, "ranks of the tensor axis have shards of its sequence")
+        if engine.experts is not None:
+            apart |= dict.fromkeys(engine.experts.splits, "it is split over the expert axis")
+        if cut is not None and engine.ownership is not None:
+            shared = (name for name, ranks in engine.ownership.holders.items() if len(ranks) > 1)
+            tied = {first: f"it is tied to {other}" for other, first in cut.aliases.items()}
+            apart |= dict.fromkeys(shared, "several stages use it") | tied
+            apart |= {other: f"it is tied to {first}" for other, first in cut.aliases.items()}
+        return apart
+
+    def window_factor(self) -> float:
+        """What gradients in the window's backward passes are multiplied by to be parts of the step's gradient.
+
+        Call it behind the window's last batch, as in `on_before_optimizer_step`. Parts of all ranks then sum to it.
+        """
+        window = self.assembly.runner.window
+        unit = window.weight_unit / window.weight if window.weight > 0 else 1.0
+        return unit / window.loss_scale
+
     def watch_passes(self) -> PassesUnderWay | None:
         """Follow which micro-batch is computed for which stage; None where batches are not cut."""
         accumulates = self.assembly.module.trainer.accumulate_grad_batches > 1

@@ -1,0 +1,1 @@
+"""Kronecker-factored curvature: who sees inputs and slopes, who inverts what, and whole gradients out of shards."""
