@@ -79,8 +79,9 @@ class NaturalGradients:
         natural = self._factors.natural(name, gradient)
         if natural is None:
             return None
+        inner = (gradient.double() * natural.double()).sum()  # of the gradient, whose memory is written to next
         for key, whole in zip(("weight", "bias"), layer.split(natural), strict=True):
             if whole is not None:
                 self._wholes.put_back(held[key], whole)
         pieces = [piece.data for part in held.values() for piece in part.pieces]
-        return pieces, (gradient.double() * natural.double()).sum()
+        return pieces, inner
