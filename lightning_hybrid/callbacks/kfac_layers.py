@@ -17,7 +17,7 @@ from lightning_hybrid.compat import is_compiled
 from lightning_hybrid.functional.kfac import decomposed, inverted, precondition
 from lightning_hybrid.functional.name_rules import first_match, places
 from lightning_hybrid.parallel.curvature.factors import RunningFactors
-from lightning_hybrid.parallel.curvature.layers import KINDS, Layer, layer_of
+from lightning_hybrid.parallel.curvature.layers import KINDS, Layer, is_layer, layer_of
 from lightning_hybrid.parallel.ledgers.traffic import over_ranks
 
 NAME = "KFACPreconditioner"
@@ -60,7 +60,8 @@ def choose(trainer: Trainer, pl_module: LightningModule, rules: Sequence[str | t
         if weight is None or f"{name}.weight" not in held:
             continue
         rule = None if rules is None else first_match(rules, where[id(weight)])
-        layer = layer_of(module)
+        split = apart.get(f"{name}.weight", "")  # it has other sizes here than its module says
+        layer = split if split and is_layer(module) else layer_of(module)
         if layer is None or (rules is not None and rule is None):
             continue
         matched |= {rule} if rule is not None else set()

@@ -1,19 +1,18 @@
 """Natural gradients in every layout: the numbers of one process, also from checkpoints of others."""
 
-import re
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch import Callback
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_hybrid.callbacks import ActivationRecompute, DivergenceRollback, KFACPreconditioner
+from lightning_hybrid.callbacks import ActivationRecompute, KFACPreconditioner
 from tests.launch import run_trainers
 from tests.optim.layouts import Row
-from tests.small import Small, hybrid, trainer_of, weights
+from tests.small import Small, trainer_of, weights
 
 WORDS, LENGTH, WIDTH = 7, 3, 6
 BATCH, STEPS = 8, 6  # samples of a batch, of which each step has two
@@ -63,14 +62,23 @@ def preconditioner(**options):
     return KFACPreconditioner(**given)
 
 
-def train(strategy="auto", replicas=1, rank=0, module=Words, resume=None, save=None, others=(), **options):
+class Saving(Callback):
+    """Saves behind a batch."""
+
+    def __init__(self, path, batch):
+        self.path, self.batch = path, batch
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == self.batch:
+            trainer.save_checkpoint(self.path)
+
+
+def train(strategy="auto", replicas=1, rank=0, module=Words, resume=None, others=(), **options):
     """Weights, and what the last step was multiplied by."""
     kfac = preconditioner(**options.pop("kfac", {}))
     given = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, **options}
     trainer = trainer_of(strategy, callbacks=[kfac, *others], **given)
     trainer.fit(module(), loader(rank, replicas), ckpt_path=resume)
-    if save is not None:
-        trainer.save_checkpoint(save)
     return dict(weights(trainer)), kfac.clipping
 
 
@@ -110,3 +118,30 @@ def test_every_layout_gives_the_numbers_of_one_process(size):
         method = ROWS[name][2].get("kfac", {}).get("method", "eigen")
         assert_close(found, expected[method][0], rtol=1e-9, atol=1e-12, msg=lambda text, at=name: f"{at}: {text}")
         assert clipping == pytest.approx(expected[method][1], rel=1e-9)
+
+
+CHECKPOINTS = {"pipeline": (Row(pipeline=2), "full"), "zero": (Row(data=2, zero=3), "sharded")}
+HALF = 4  # the batch behind which they are saved: the first of the third step, in which factors are new
+
+
+def save_all(folder):
+    for name, (row, form) in CHECKPOINTS.items():
+        rank = dist.get_rank() % row.data
+        train(row.strategy(state_dict_type=form), row.data, rank, others=[Saving(folder / name, HALF)])
+
+
+def go_on(folder, tasks):
+    found = []
+    for name, row in tasks:
+        rank = dist.get_rank() // row.tensor % row.data if dist.is_initialized() else 0
+        found.append(train(row.strategy(), row.data, rank, resume=folder / name))
+    return found
+
+
+def test_checkpoints_of_one_layout_go_on_in_another_also_within_a_window(tmp_path):
+    expected, clipping = train()
+    run_trainers(2, save_all, tmp_path)
+    tasks = [("pipeline", Row(data=2, zero=3)), ("zero", Row(pipeline=2)), ("zero", Row(data=2, zero=3))]
+    for found, factor in run_trainers(2, go_on, tmp_path, tasks)[0]:
+        assert_close(found, expected, rtol=1e-9, atol=1e-12)
+        assert factor == pytest.approx(clipping, rel=1e-9)

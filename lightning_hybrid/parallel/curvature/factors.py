@@ -189,7 +189,8 @@ class RunningFactors:
             shifts = split_damping(own.first, own.second, used)
             pair = make(own.first, shifts[0]), make(own.second, shifts[1])
             if pair[0] is not None and pair[1] is not None:
-                return (pair[0], pair[1]), used
+                first, second = (Inverse(*(t.contiguous() for t in each)) for each in (pair[0], pair[1]))
+                return (first, second), used  # as others get them, and checkpoints give them back
         return None, -1.0
 
     def _heed(self, name: str, asked: float, used: float) -> None:
@@ -213,7 +214,7 @@ class RunningFactors:
         for name in names:
             source = dist.get_global_rank(self._group, self.owners[name])
             tensors = [t for inverse in self.of[name].inverses or () for t in inverse if t.numel()]
-            works += [dist.broadcast(t.contiguous(), source, group=self._group, async_op=True) for t in tensors]
+            works += [dist.broadcast(t, source, group=self._group, async_op=True) for t in tensors]
         for work in works:
             work.wait()
 

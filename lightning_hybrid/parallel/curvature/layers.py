@@ -157,6 +157,12 @@ class Lookup(Layer):
         return matrix.T, None
 
 
+def is_layer(module: nn.Module) -> bool:
+    """Whether a module is of one of the kinds that can be layers, of whatever sizes its parameters are here."""
+    is_conv1d = any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
+    return isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding) or is_conv1d
+
+
 def layer_of(module: nn.Module) -> Layer | str | None:
     """What a module is as a layer; a reason if it is one that cannot be; None for other modules."""
     found = matrix(module)
