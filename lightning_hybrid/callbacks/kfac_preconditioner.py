@@ -190,6 +190,11 @@ class KFACPreconditioner(Callback):
         self._is_due = self._waiting.get("is_open", False)
 
     @property
+    def num_bytes(self) -> int:
+        """What factors and inverses of this rank take; 0 before training."""
+        return 0 if self._factors is None else sum(map(self._factors.num_bytes, self._factors.of))
+
+    @property
     def _step(self) -> int:
         return self._applied.counts[0]
 
