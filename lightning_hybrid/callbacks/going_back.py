@@ -103,7 +103,8 @@ class Course:
         self.snapshots: list[RunSnapshot] = []
         self.left_out: list[tuple[int, int, int]] = []
         self.is_stale, self.is_going_back = True, False
-        self._window = self._fetched = 0
+        self._fetched = self._place.number
+        self._window = self._fetched - self._fetched % trainer.accumulate_grad_batches
         self._sizes: dict[int, int] = {}  # of windows, by their first batch
         self._validations: list[OverValidation] = []  # within the present window
 
@@ -221,7 +222,14 @@ class Course:
         self._sizes = {first: size for first, size in self._sizes.items() if first <= retry.first}
         self.left_out = [each for each in self.left_out if each[0] == epoch and each[1] < retry.first]
         self.left_out.append((epoch, retry.first, stop))
+        size = self._trainer.accumulate_grad_batches
         retry.then()
+        if self._trainer.accumulate_grad_batches != size:
+            raise RuntimeError(
+                f"on_retry has changed accumulate_grad_batches from {size} to {self._trainer.accumulate_grad_batches}, "
+                "with which the batches that are trained on again would make other steps. Leave it as it is there; "
+                "BatchSizeGrowth changes it between two steps."
+            )
         with unheard(self._trainer):
             self._train(advance, self._batches.between(snapshot.batch, stop))
         for validation in self._validations:
