@@ -52,11 +52,11 @@ class LoopPlace:
         if fetcher.done or self.number == self._trainer.num_training_batches:
             self._loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         self._count_steps(-1)  # the loop counts one
-        vars(self._loop)["update_lr_schedulers"] = lambda *args, **kwargs: self.release()
+        self._loop.__dict__["update_lr_schedulers"] = lambda *args, **kwargs: self.release()
 
     def release(self) -> None:
         """Let schedules that watch a value hear of it again; after `pass_over` they do not once."""
-        vars(self._loop).pop("update_lr_schedulers", None)
+        self._loop.__dict__.pop("update_lr_schedulers", None)
 
     def _count_steps(self, number: int) -> None:
         """Of loggers."""

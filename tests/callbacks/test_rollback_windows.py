@@ -203,7 +203,7 @@ def test_a_loader_that_is_ahead_of_the_saved_batches_is_refused(tmp_path):
 
 class Sometimes(Scheduled):
     def training_step(self, batch, batch_idx):
-        return None if batch_idx % 3 == 2 else super().training_step(batch, batch_idx)
+        return None if batch[0].sum() > 0 else super().training_step(batch, batch_idx)
 
 
 class Searching(Small):
@@ -224,7 +224,8 @@ class Heard(Callback):
         self.now.append(loss.item())
 
 
-@pytest.mark.parametrize(("model", "number"), [(Sometimes, 8), (Searching, 12)])
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize(("model", "number"), [(Sometimes, 5), (Searching, 12)])
 def test_a_step_is_judged_once_and_only_with_a_loss(model, number):
     heard, callback = Heard(), rollback("spike")
     run(model, data(), heard, callback)
