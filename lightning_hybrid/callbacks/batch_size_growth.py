@@ -11,12 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import Self, override
 
 from lightning_hybrid.callbacks.fit_factors import STATES, FitFactors, states_of_any
-from lightning_hybrid.callbacks.global_batch import (
-    count_samples,
-    count_tokens,
-    loader_batch_of_all,
-    over_replicas,
-)
+from lightning_hybrid.callbacks.global_batch import count_samples, count_tokens, loader_batch_of_all, over_replicas
 from lightning_hybrid.callbacks.growth_arguments import (
     check_choices,
     check_patience,
