@@ -5,6 +5,7 @@ learns scikit-learn's digits; its batch doubles twice, and the run leaves and st
 """
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,6 @@ from lightning_hybrid.callbacks import BatchSizeGrowth
 from lightning_hybrid.parallel.elastic import Meeting
 
 NODES, EPOCHS = 4, 6
-ENDPOINT = "127.0.0.1:29417"
 
 
 class Net(LightningModule):
@@ -82,7 +82,9 @@ def train(folder: str) -> None:
 def start_nodes(folder: str) -> Sequence[int]:
     """One node begins, and the others come when the run is under way; returns their exit codes."""
     command = [sys.executable, "-W", "ignore", "-m", "lightning_hybrid.cli", "elastic"]
-    options = ["--dirpath", folder, "--nnodes", f"1:{NODES}", "--rdzv-endpoint", ENDPOINT]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    options = ["--dirpath", folder, "--nnodes", f"1:{NODES}", "--rdzv-endpoint", endpoint]
     timeouts = ["--rdzv-conf", "last_call_timeout=3"]
     script = ["-m", "examples.elastic", folder, "--train"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -11,15 +11,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import Self, override
 
 from lightning_hybrid.callbacks.fit_factors import STATES, FitFactors, states_of_any
-from lightning_hybrid.callbacks.global_batch import (
-    count_samples,
-    count_tokens,
-    loader_batch_of_all,
-    over_replicas,
-)
+from lightning_hybrid.callbacks.global_batch import count_samples, count_tokens, loader_batch_of_all, over_replicas
 from lightning_hybrid.callbacks.growth_arguments import (
     check_choices,
     check_patience,
+    check_place,
     check_schedulers,
     check_trainer,
     check_validation,
@@ -107,7 +103,6 @@ class BatchSizeGrowth(Callback):
         self._factors, self._progress = FitFactors(), GrowthProgress()
         self._saved: dict[str, Any] | None = None
         self._sharing = BatchSharing(max_accumulate, max_microbatches, max_replicas, dirpath)
-        self._loader_batch = 0  # of all replicas
         self._is_running = False
 
     @classmethod
@@ -167,25 +162,27 @@ class BatchSizeGrowth(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._factors.resume()
         self._sharing.check()
-        self._loader_batch = loader_batch_of_all(trainer, NAME)
+        loader_batch = self._progress.loader_batch = loader_batch_of_all(trainer, NAME)
         if self.plan.has_plateaus:
             check_validation(trainer, self.on_plateau)
         if self._saved is not None and self._saved["progress"]["base"]:
+            check_place(trainer, NAME, self._saved["progress"]["loader_batch"], loader_batch)
             self._restore()
         else:
-            base = self._loader_batch * trainer.accumulate_grad_batches
             (factors, *_), self._saved = self._factors, None
-            self._progress = GrowthProgress(base, self._loader_batch, first_step=factors.steps)
+            base = loader_batch * trainer.accumulate_grad_batches
+            self._progress = GrowthProgress(base, loader_batch, loader_batch, first_step=factors.steps)
             self._sharing.apply(self._sharing.shares(trainer.accumulate_grad_batches))
         if self.unit == "samples" or self._progress.tokens:
             self._check(trainer)
-            self._sharing.take_in(self._progress.windows(self.plan, self._loader_batch), may_leave=False)
+            self._sharing.take_in(self._progress.windows(self.plan), may_leave=False)
         self._is_running = True
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        before, self._loader_batch = self._loader_batch, loader_batch_of_all(trainer, NAME)
-        if self._loader_batch != before:  # loaders that are reloaded
+        loader_batch = loader_batch_of_all(trainer, NAME)
+        if loader_batch != self._progress.loader_batch:  # loaders that are reloaded
+            self._progress.loader_batch = loader_batch
             self._check(trainer)
             self._begin()
 
@@ -210,7 +207,7 @@ class BatchSizeGrowth(Callback):
             now, units = progress.at(self.plan, level), progress.units
             tell_level(trainer, batch_idx, before * units, now, shares, units, self.unit)
         if level != started or batch_idx == 0:
-            self._sharing.take_in(progress.windows(self.plan, self._loader_batch))
+            self._sharing.take_in(progress.windows(self.plan))
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -261,7 +258,8 @@ class BatchSizeGrowth(Callback):
             ValueError: If it counts in another unit.
         """
         assert self._saved is not None
-        self._progress, self._saved = GrowthProgress(**self._saved["progress"]), None
+        state = {**self._saved["progress"], "loader_batch": self._progress.loader_batch}
+        self._progress, self._saved = GrowthProgress(**state), None
         if self.level and bool(self._progress.tokens) != (self.unit == "tokens"):
             raise ValueError(
                 f"BatchSizeGrowth(unit={self.unit!r}): the checkpoint is of a batch that has grown by another unit. "
@@ -273,11 +271,11 @@ class BatchSizeGrowth(Callback):
 
     def _check(self, trainer: Trainer) -> None:
         """Refuse levels that cannot be."""
-        check_levels(self._progress, self.plan, self._loader_batch, trainer.num_training_batches)
+        check_levels(self._progress, self.plan, trainer.num_training_batches)
 
     def _window(self, level: int) -> int:
         """Batches of the loader in a step of a level."""
-        return self._progress.at(self.plan, level).batch // self._loader_batch
+        return self._progress.at(self.plan, level).batch // self._progress.loader_batch
 
     def _begin(self) -> Shares:
         """Have the batch and the rates of the present level."""

@@ -18,7 +18,7 @@ from lightning_hybrid.callbacks.first_not_finite import FirstNotFinite, Found
 from lightning_hybrid.callbacks.going_back import BadWindow, Course, Diverged, Retry
 from lightning_hybrid.callbacks.rate_factors import RateFactors
 from lightning_hybrid.callbacks.rollback_audit import RollbackAudit
-from lightning_hybrid.callbacks.rollback_checks import check_arguments, refuse_runs
+from lightning_hybrid.callbacks.rollback_checks import check_arguments, refuse_loaders_ahead, refuse_runs
 from lightning_hybrid.callbacks.step_values import step_values
 from lightning_hybrid.compat import around_advance
 from lightning_hybrid.functional.divergence import SpikeWindow, not_finite
@@ -83,12 +83,8 @@ class DivergenceRollback(Callback):
         super().__init__()
         check_arguments(keep, snapshot_every, skip_batches, max_retries, detector, on_retry, lr_factor)
         self.detector, self.keep, self.snapshot_every = detector, keep, snapshot_every
-        self.skip_batches, self.max_retries, self.on_retry, self.lr_factor = (
-            skip_batches,
-            max_retries,
-            on_retry,
-            lr_factor,
-        )
+        self.skip_batches, self.max_retries = skip_batches, max_retries
+        self.on_retry, self.lr_factor = on_retry, lr_factor
         self.checkpoint_dir, self.audit = checkpoint_dir, audit
         self._spikes = SpikeWindow(window, threshold)
         self.retries = self.rollbacks = self._healthy_from = 0
@@ -96,7 +92,7 @@ class DivergenceRollback(Callback):
         self._left_out: list[tuple[int, int, int]] = []
         self._losses: list[Tensor] = []
         self._course: Course | None = None
-        self._searching = False
+        self._searching = self._is_judged = self._is_behind = False
         self._stop: Callable[[], object] | None = None
         self._made: list[Any] = []
 
@@ -104,7 +100,7 @@ class DivergenceRollback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             self.retries = self.rollbacks = self._healthy_from = 0
-            self._rate, self._left_out = 1.0, []
+            self._rate, self._left_out, self._is_behind = 1.0, [], False
             self._spikes.clear()
 
     @override
@@ -118,6 +114,8 @@ class DivergenceRollback(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._is_behind:
+            refuse_loaders_ahead(trainer)
         path = self.audit or os.path.join(trainer.default_root_dir, "divergence.csv")
         self._audit = RollbackAudit(path)
         decide = partial(self._decide, trainer, pl_module)
@@ -132,6 +130,11 @@ class DivergenceRollback(Callback):
         self._stale()
 
     @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._course is not None:
+            self._course.on_validation()
+
+    @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stale()
 
@@ -139,6 +142,7 @@ class DivergenceRollback(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._losses = []
+        self._is_judged = False
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -149,8 +153,11 @@ class DivergenceRollback(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if self._searching:
             raise Diverged(nan, nan, "once more")
+        if self._is_judged:  # LBFGS evaluates a step several times, the first time before its update
+            return
+        self._is_judged = True
         values = step_values(trainer, optimizer, self._losses)
-        if values is None:  # the loss scaler is about to skip the step
+        if values is None:
             return
         loss, norm = values
         reason = self._judge(loss, norm)
@@ -175,12 +182,14 @@ class DivergenceRollback(Callback):
     def state_dict(self) -> dict[str, Any]:
         course = self._course
         left_out = course.left_out if course is not None else self._left_out
+        is_behind = course.is_going_back if course is not None else self._is_behind
         return {
             "retries": self.retries,
             "rollbacks": self.rollbacks,
             "healthy_from": self._healthy_from,
             "rate": self._rate,
             "left_out": [list(each) for each in left_out],
+            "is_behind": is_behind,
             "spikes": self._spikes.state_dict(),
         }
 
@@ -189,6 +198,7 @@ class DivergenceRollback(Callback):
         self.retries, self.rollbacks = state_dict["retries"], state_dict["rollbacks"]
         self._healthy_from, self._rate = state_dict["healthy_from"], state_dict["rate"]
         self._left_out = [tuple(each) for each in state_dict["left_out"]]
+        self._is_behind = state_dict.get("is_behind", False)
         self._spikes.load_state_dict(state_dict["spikes"])
 
     def _run(self, advance: Callable[[Any], None], fetcher: Any) -> None:
@@ -216,7 +226,7 @@ class DivergenceRollback(Callback):
         step = int(trainer.global_step)
         self.retries = self.retries + 1 if step < self._healthy_from else 1
         self._healthy_from = step + self.snapshot_every
-        first = self._first_left_out(trainer, bad)
+        first, stop = course.left_out_with(bad, self.skip_batches or 1)
         older = [snapshot for snapshot in course.snapshots if snapshot.batch <= first]
         snapshot = older[-min(self.retries, len(older))] if older else None
         goes_on = snapshot is not None and self.retries <= self.max_retries
@@ -226,7 +236,7 @@ class DivergenceRollback(Callback):
             retry=self.retries,
             epoch=trainer.current_epoch,
             step=step,
-            batches=f"{first}-{bad.stop - 1}" if bad.stop - first > 1 else str(first),
+            batches=f"{first}-{stop - 1}" if stop - first > 1 else str(first),
             back_to_step=snapshot.step if snapshot is not None else None,
             reason=bad.error.reason,
             loss=bad.error.loss,
@@ -237,15 +247,7 @@ class DivergenceRollback(Callback):
         if snapshot is None or not goes_on:
             raise RuntimeError(self._audit.used_up(self.retries, self.max_retries, self.snapshot_every))
         self.rollbacks += 1
-        return Retry(snapshot, first, partial(self._then, trainer, pl_module))
-
-    def _first_left_out(self, trainer: Trainer, bad: BadWindow) -> int:
-        """First batch that is left out: `skip_batches` end with the bad window, in whole windows."""
-        assert self._course is not None
-        size = trainer.accumulate_grad_batches
-        more = max(0, (self.skip_batches or 0) - (bad.stop - bad.first))
-        oldest = self._course.snapshots[0].batch if self._course.snapshots else bad.first
-        return max(bad.first - -(-more // size) * size, oldest)
+        return Retry(snapshot, first, stop, partial(self._then, trainer, pl_module))
 
     def _culprit(self, trainer: Trainer, pl_module: LightningModule, bad: BadWindow) -> Found | None:
         """Run the window again, to see which module's output is the first that is not finite."""
@@ -285,7 +287,7 @@ class DivergenceRollback(Callback):
             self._stop()
             self._stop = None
         if self._course is not None:
-            self._left_out = self._course.left_out
+            self._left_out, self._is_behind = self._course.left_out, self._course.is_going_back
             self._course.end(failed=failed)
             self._course = None
         if self.on_retry == "lower_lr":

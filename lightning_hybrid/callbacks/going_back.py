@@ -11,14 +11,14 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 
-from lightning_hybrid.callbacks.callback_states import leave_batch
+from lightning_hybrid.callbacks.callback_states import OverValidation, leave_batch
 from lightning_hybrid.callbacks.feeds import Item, Recorder
 from lightning_hybrid.callbacks.kept_batches import Kept, KeptBatches, unheard
+from lightning_hybrid.callbacks.loop_place import LoopPlace
 from lightning_hybrid.callbacks.run_snapshot import HostCopies, RunSnapshot
 from lightning_hybrid.compat import forget_saved
 from lightning_hybrid.functional.divergence import SpikeWindow
 
-COUNTS = ("ready", "started", "processed", "completed")
 Advance = Callable[[Any], None]
 
 
@@ -51,12 +51,14 @@ class Retry:
 
     Attributes:
         snapshot: From here.
-        first: First batch that is left out; all up to the bad window's end are.
+        first: First batch that is left out.
+        stop: Up to here all are.
         then: Called when everything is as it was.
     """
 
     snapshot: RunSnapshot
     first: int
+    stop: int
     then: Callable[[], None]
 
 
@@ -79,6 +81,7 @@ class Course:
         snapshots: Oldest first.
         left_out: (epoch, first, stop) of batches that are never trained on.
         is_stale: What is kept cannot be gone back to any more.
+        is_going_back: Until the run is where it diverged; the loader's place is there already.
     """
 
     def __init__(
@@ -93,14 +96,17 @@ class Course:
         detector: SpikeWindow,
     ) -> None:
         self._trainer, self._module, self._keep, self._every, self._decide = trainer, pl_module, keep, every, decide
-        self._folder, self._detector = folder, detector
+        self._folder, self._detector, self._place = folder, detector, LoopPlace(trainer)
         loaders = CombinedLoader(trainer.train_dataloader, "sequential").flattened
         draws = any(getattr(loader, "num_workers", 0) == 0 for loader in loaders)
         self._batches, self._copies = KeptBatches(trainer.strategy.root_device, draws=draws), HostCopies()
         self.snapshots: list[RunSnapshot] = []
         self.left_out: list[tuple[int, int, int]] = []
-        self.is_stale = True
-        self._window = self._fetched = 0
+        self.is_stale, self.is_going_back = True, False
+        self._fetched = self._place.number
+        self._window = self._fetched - self._fetched % trainer.accumulate_grad_batches
+        self._sizes: dict[int, int] = {}  # of windows, by their first batch
+        self._validations: list[OverValidation] = []  # within the present window
 
     @property
     def num_bytes(self) -> tuple[int, int]:
@@ -109,41 +115,51 @@ class Course:
 
     def run(self, advance: Advance, fetcher: Any) -> None:
         """One batch, or a way back and forward again."""
-        if self._begins_window:
+        if self._place.begins_window:
             if self._pass_left_out(fetcher):
                 return
+            self._validations = []
             self._keep_snapshot()
-            self._window = self._number
-        self._fetched = self._number
+            self._begin_window()
+        for validation in self._validations:
+            validation.end()
+        self._fetched = self._place.number
         try:
             self._advance(advance, Recorder(fetcher, self._note))
         except Diverged as error:
             self._retry(advance, fetcher, BadWindow(self._window, self._fetched, error))
 
+    def on_validation(self) -> None:
+        """One begins."""
+        if not self._place.begins_window:
+            self._validations.append(OverValidation(self._trainer, self._module))
+
+    def left_out_with(self, window: BadWindow, batches: int) -> tuple[int, int]:
+        """First batch that is left out with a bad window, and the number up to which all are.
+
+        Args:
+            window: The last of them; the windows after them begin where those of their size can.
+            batches: At least so many, in whole windows, of what can be gone back over.
+        """
+        oldest = self.snapshots[0].batch if self.snapshots and not self.is_stale else window.first
+        starts = [start for start in sorted(self._sizes) if oldest <= start <= window.first]
+        first = max((start for start in starts if window.stop - start >= batches), default=oldest)
+        size = self._sizes.get(first, 1)
+        stop = min(-(-window.stop // size) * size, self._trainer.num_training_batches)
+        return first, max(window.stop, int(stop))
+
     def run_again(self, advance: Advance, window: BadWindow) -> None:
         """Run a window's batches once more, for who watches; the step's end is left to whoever raises there."""
         kept = self._batches.between(window.first, window.stop)
-        self._place(window.first)
+        self._place.place(window.first)
         with unheard(self._trainer), suppress(Diverged):
             self._train(advance, kept)
 
     def end(self, *, failed: bool) -> None:
         """Forget everything; checkpoints of a run that has failed stay, to be resumed from."""
+        self._place.release()
         if not failed or self._folder is None:
             self._forget()
-
-    @property
-    def _progress(self) -> Any:
-        return self._trainer.fit_loop.epoch_loop.batch_progress
-
-    @property
-    def _number(self) -> int:
-        """Batches of the epoch so far."""
-        return int(self._progress.current.ready)
-
-    @property
-    def _begins_window(self) -> bool:
-        return self._number % self._trainer.accumulate_grad_batches == 0
 
     def _note(self, item: Item) -> None:
         if self.snapshots:
@@ -153,7 +169,7 @@ class Course:
     def _forget(self) -> None:
         for snapshot in self.snapshots:
             snapshot.drop()
-        self.snapshots = []
+        self.snapshots, self._sizes = [], {}
         self._batches.drop(below=self._fetched)
 
     def _keep_snapshot(self) -> None:
@@ -168,64 +184,71 @@ class Course:
         path = None if self._folder is None else os.path.join(self._folder, name)
         self.snapshots.append(RunSnapshot(self._trainer, self._module, self._copies, path, self._detector))
         self._batches.drop(below=self.snapshots[0].batch)
+        self._sizes = {first: size for first, size in self._sizes.items() if first >= self.snapshots[0].batch}
+
+    def _begin_window(self) -> None:
+        self._window = self._place.number
+        self._sizes[self._window] = self._trainer.accumulate_grad_batches
 
     def _pass_left_out(self, fetcher: Any) -> bool:
-        """Pass over batches that the run has left out before it was interrupted; whether the epoch ends with them."""
+        """Pass over batches that the run has left out before it was interrupted; whether there are any."""
         epoch = self._trainer.current_epoch
-        for first, stop in ((first, stop) for of, first, stop in self.left_out if of == epoch):
-            while first <= self._number < stop:
-                next(fetcher)
-                self._place(self._number + 1)
-                if self._ends(fetcher):
-                    return True
-        return False
+        ends = [stop for of, first, stop in self.left_out if of == epoch and first <= self._place.number < stop]
+        if ends:
+            self._place.pass_over(fetcher, ends[0])
+        return bool(ends)
 
     def _retry(self, advance: Advance, fetcher: Any, window: BadWindow) -> None:
         """Go back, train on what is good, and count what is left out as seen; again, if that diverges too."""
-        stop = window.stop
+        self.is_going_back, fetched = True, window.stop
         while True:
             retry = self._decide(window)
             try:
-                num_steps = self._go_back(advance, retry, stop)
+                self._go_back(advance, retry)
                 break
             except Diverged as error:
-                window = BadWindow(self._window, min(self._window + self._trainer.accumulate_grad_batches, stop), error)
-        self._place(stop)
-        loop = self._trainer.fit_loop.epoch_loop
-        stepped = loop.on_save_checkpoint()
-        # loggers' counts of steps: the loop counts the batch that is left out too, when it is behind it
-        name = "_batches_that_stepped"
-        loop.on_load_checkpoint({**stepped, name: retry.snapshot.stepped + num_steps - 1})
-        self._ends(fetcher)
+                window = BadWindow(self._window, retry.stop, error)
+        self._place.place(fetched)
+        self._place.pass_over(fetcher, retry.stop)
+        self.is_going_back = False
 
-    def _go_back(self, advance: Advance, retry: Retry, stop: int) -> int:
-        """Train on the good batches since a snapshot; the number of steps."""
-        snapshot, epoch = retry.snapshot, self._trainer.current_epoch
+    def _go_back(self, advance: Advance, retry: Retry) -> None:
+        """Train on the good batches since a snapshot."""
+        snapshot, epoch, stop = retry.snapshot, self._trainer.current_epoch, retry.stop
         snapshot.put_back()
         while self.snapshots[-1] is not snapshot:
             self.snapshots.pop().drop()
         self._batches.drop(start=retry.first, stop=stop)
+        self._sizes = {first: size for first, size in self._sizes.items() if first <= retry.first}
         self.left_out = [each for each in self.left_out if each[0] == epoch and each[1] < retry.first]
         self.left_out.append((epoch, retry.first, stop))
+        size = self._trainer.accumulate_grad_batches
         retry.then()
+        if self._trainer.accumulate_grad_batches != size:
+            raise RuntimeError(
+                f"on_retry has changed accumulate_grad_batches from {size} to {self._trainer.accumulate_grad_batches}, "
+                "with which the batches that are trained on again would make other steps. Leave it as it is there; "
+                "BatchSizeGrowth changes it between two steps."
+            )
         with unheard(self._trainer):
             self._train(advance, self._batches.between(snapshot.batch, stop))
-        step = int(self._trainer.global_step)
+        for validation in self._validations:
+            validation.put_back()
         for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
-            forget_saved(callback, step)
-        return step - snapshot.step
+            forget_saved(callback, int(self._trainer.global_step))
 
     def _train(self, advance: Advance, kept: list[Kept]) -> None:
         """Train on batches, which may have gaps between them."""
         while kept:
             length = next((i for i, each in enumerate(kept) if each.number != kept[0].number + i), len(kept))
             together, kept = kept[:length], kept[length:]
-            self._place(together[0].number)
+            self._place.place(together[0].number)
             feed = self._batches.feed(together)
-            while self._number <= together[-1].number:
-                if self._begins_window:
-                    self._window = self._number
+            while self._place.number <= together[-1].number:
+                if self._place.begins_window:
+                    self._begin_window()
                 self._advance(advance, feed)
+                self._place.end_batch()
 
     def _advance(self, advance: Advance, feed: Any) -> None:
         try:
@@ -233,20 +256,3 @@ class Course:
         except Diverged:
             leave_batch(self._trainer)
             raise
-
-    def _place(self, number: int) -> None:
-        """Let the loop have counted so many batches of the epoch."""
-        progress = self._progress
-        before = progress.total.ready - progress.current.ready
-        for name in COUNTS:
-            setattr(progress.current, name, number)
-            setattr(progress.total, name, before + number)
-
-    def _ends(self, fetcher: Any) -> bool:
-        """Whether the batches that have been passed over end the epoch, with which schedules then go on."""
-        loop = self._trainer.fit_loop.epoch_loop
-        loop.batch_progress.is_last_batch = bool(fetcher.done)
-        ends = bool(fetcher.done) or self._number == self._trainer.num_training_batches
-        if ends:
-            loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        return ends

@@ -64,12 +64,17 @@ def decays_of(
     if isinstance(schedule, Mapping):
         if gamma is not None or length is not None:
             raise ValueError(f"schedule={schedule!r} has all factors. Leave gamma={gamma} and length={length} out.")
+        for milestone, factor in schedule.items():
+            if not _is_number(factor):
+                raise ValueError(f"schedule={schedule!r} must have numbers, and has {factor!r} at {milestone!r}.")
         return dict(schedule)
     if isinstance(schedule, int) == (length is None) or gamma is None:
         raise ValueError(
             f"schedule={schedule!r}, gamma={gamma!r}, length={length!r}: give milestones with gamma, a step_size with "
             "gamma and length, or {milestone: factor}."
         )
+    if not _is_number(gamma):
+        raise ValueError(f"gamma={gamma!r} must be a finite number.")
     if isinstance(schedule, int):
         check_whole("schedule", schedule, 1)
         check_whole("length", length, schedule + 1)
@@ -154,4 +159,29 @@ def check_validation(trainer: Trainer, on_plateau: str | None) -> None:
         raise ValueError(
             f"BatchSizeGrowth(on_plateau={on_plateau!r}) counts validations, and this fit has none. Give the Trainer a "
             "validation loader, or give milestones."
+        )
+
+
+def check_place(trainer: Trainer, name: str, before: int, now: int) -> None:
+    """Refuse to go on in an epoch with other loader batches, where places in the data do not count samples.
+
+    Args:
+        trainer: In `on_train_start`.
+        name: Of the callback.
+        before: Samples of a loader batch of all replicas when the checkpoint was saved.
+        now: Those of this fit.
+
+    Raises:
+        ValueError: With both.
+    """
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    is_between = progress.is_last_batch or not progress.current.ready
+    if now == before or not trainer.fit_loop.restarting or is_between:
+        return
+    if not getattr(trainer.strategy, "counts_samples", False):
+        raise ValueError(
+            f"{name}: the checkpoint is of the middle of an epoch, after {progress.current.ready} batches of {before} "
+            f"samples over all replicas. Now they have {now}, and {type(trainer.strategy).__name__} goes on by their "
+            "number, not by samples. Go on with as many replicas, or from a checkpoint of an epoch's end "
+            "(ModelCheckpoint(every_n_epochs=1)), or use strategy='hybrid_ptdp'."
         )

@@ -48,6 +48,7 @@ class GrowthProgress:
     Attributes:
         base: Samples of a step over all replicas at level 0; 0 until they are known.
         quantum: Samples of a loader batch of all replicas when the run began.
+        loader_batch: Samples of such a batch now; 0 if it is not known.
         tokens: Tokens of the first batch; 0 where samples count.
         samples: Samples of that batch.
         level: The one under way.
@@ -59,6 +60,7 @@ class GrowthProgress:
 
     base: int = 0
     quantum: int = 0
+    loader_batch: int = 0
     tokens: int = 0
     samples: int = 1
     level: int = 0
@@ -93,28 +95,28 @@ class GrowthProgress:
             last += 1
         return [self.at(plan, level) for level in range(self.level, last + 1)]
 
-    def windows(self, plan: GrowthPlan, loader_batch: int) -> list[int]:
+    def windows(self, plan: GrowthPlan) -> list[int]:
         """Loader batches of all replicas in a step of each of these levels."""
-        return [each.batch // loader_batch for each in self.to_come(plan)]
+        return [each.batch // self.loader_batch for each in self.to_come(plan)]
 
     def next_level(self, due: int, fits: Callable[[int], bool]) -> int:
         """The furthest level that is due and whose windows can begin here; the present one if there is none."""
         return next((level for level in range(due, self.level, -1) if fits(level)), self.level)
 
 
-def check_levels(progress: GrowthProgress, plan: GrowthPlan, loader_batch: int, num_batches: float) -> None:
+def check_levels(progress: GrowthProgress, plan: GrowthPlan, num_batches: float) -> None:
     """Refuse levels that cannot be.
 
     Args:
         progress: What the run began with.
         plan: What is to come.
-        loader_batch: Samples of a loader batch of all replicas, now.
         num_batches: Such batches of an epoch.
 
     Raises:
         ValueError: With the sizes.
     """
     _check_first(progress, plan)
+    loader_batch = progress.loader_batch
     for batch, _ in progress.to_come(plan):
         if batch % loader_batch:
             raise ValueError(

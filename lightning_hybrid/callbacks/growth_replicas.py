@@ -68,7 +68,26 @@ class MoreReplicas:
                 f"BatchSizeGrowth(max_replicas={self.max_replicas}): torchrun has --max-restarts=0 and would not start "
                 f"the run again. Give it a number of milestones and failures, or use {command}."
             )
+        self._check_folder(trainer)
         self._step_aside()
+
+    def _check_folder(self, trainer: Trainer) -> None:
+        """Refuse a folder that not all ranks share, before some of them go on from its checkpoint and others begin."""
+        mark, problem = "", ""
+        if trainer.is_global_zero:
+            try:
+                mark = self._meeting.mark()
+            except OSError as error:
+                problem = f"rank 0 cannot write to it: {error}"
+        mark, problem = trainer.strategy.broadcast((mark, problem))
+        is_shared = trainer.strategy.reduce_boolean_decision((self._meeting.folder / mark).is_file(), all=True)
+        if trainer.is_global_zero and mark:
+            (self._meeting.folder / mark).unlink()
+        if problem or not is_shared:
+            raise ValueError(
+                f"BatchSizeGrowth(dirpath={str(self._meeting.folder)!r}): "
+                f"{problem or 'not all ranks see what rank 0 writes there'}. Give a folder that all nodes share."
+            )
 
     def _step_aside(self) -> None:
         """Let nodes wait outside without which the others can share the batch, as after one of four is lost.

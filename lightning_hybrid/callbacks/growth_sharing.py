@@ -75,6 +75,9 @@ class BatchSharing:
         trainer = self.trainer
 
         def run(advance: Callable[[Any], None], fetcher: Any) -> None:
+            loop = trainer.fit_loop.epoch_loop
+            if loop.restarting and loop.batch_idx < 0:  # else the last epoch's end is gone through, and counts a step
+                loop.restarting = False
             prepare(trainer)
             self._joined.run(trainer, advance, fetcher)
 

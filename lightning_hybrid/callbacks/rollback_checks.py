@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_hybrid.callbacks.arguments import check_whole
 from lightning_hybrid.callbacks.feeds import refuse_own_fetching
@@ -78,3 +79,17 @@ def refuse_runs(trainer: Trainer, pl_module: LightningModule, *, saves: bool) ->
             "WeightAveraging puts its average in the place of the weights of a checkpoint. Leave checkpoint_dir out, "
             "which keeps snapshots in host memory."
         )
+
+
+def refuse_loaders_ahead(trainer: Trainer) -> None:
+    """Refuse to go on where a loader's saved place is beyond the batches that count; call it in `on_train_start`.
+
+    Raises:
+        RuntimeError: Naming the loader.
+    """
+    for loader in CombinedLoader(trainer.train_dataloader, "sequential").flattened:
+        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+            raise RuntimeError(
+                f"The checkpoint was saved while {NAME} trained again on batches from memory: the place of the "
+                f"{type(loader).__name__} in it is beyond them, and they would be lost. Resume from one saved before."
+            )

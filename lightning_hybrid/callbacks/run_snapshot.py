@@ -78,7 +78,6 @@ class RunSnapshot:
     Attributes:
         batch: Batches of the epoch before it.
         step: Steps that the optimizer had applied.
-        stepped: Steps that loggers had counted.
     """
 
     def __init__(
@@ -98,7 +97,6 @@ class RunSnapshot:
         counts += [detector] if detector is not None else []
         self._counts = [(count, deepcopy(count.state_dict())) for count in counts]
         self._loop = loop.on_save_checkpoint()
-        self.stepped = int(self._loop["_batches_that_stepped"])
         self._schedulers = [
             (config.scheduler, deepcopy(config.scheduler.state_dict())) for config in trainer.lr_scheduler_configs
         ]

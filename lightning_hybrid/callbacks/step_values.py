@@ -25,7 +25,7 @@ def step_values(trainer: Trainer, optimizer: Optimizer, losses: Sequence[Tensor]
 
     Returns:
         The mean loss and the 2-norm of the gradients, equal on all ranks; None if the step is about to be skipped by a
-        loss scaler.
+        loss scaler, or has no loss: `training_step` may return None.
     """
     precision: Any = trainer.precision_plugin
     scaler = getattr(precision, "scaler", None)
@@ -33,14 +33,15 @@ def step_values(trainer: Trainer, optimizer: Optimizer, losses: Sequence[Tensor]
     is_scaled = scaler is not None and any(group.get("fused") for group in optimizer.param_groups)
     norm = _norm(trainer, optimizer)
     loss = torch.stack(list(losses)).sum() if losses else torch.zeros((), device=norm.device)
-    values = torch.stack([loss.to(norm.device, torch.float64) / scale, norm / (scale if is_scaled else 1.0)])
+    norm = norm / (scale if is_scaled else 1.0)
+    values = torch.stack([loss.to(norm.device, torch.float64) / scale, norm, norm.new_tensor(float(bool(losses)))])
     if not hasattr(trainer.strategy, "gradient_norm"):  # whose losses are those of all replicas
         values = trainer.strategy.reduce(values, reduce_op="mean")
-    mean, norm_of_all = values.tolist()
+    mean, norm_of_all, share = values.tolist()  # of replicas that have a loss
     overflows = scaler is not None and not isfinite(norm_of_all)
-    if overflows or getattr(precision, "is_skipped", False):
+    if overflows or not share or getattr(precision, "is_skipped", False):
         return None
-    return mean, norm_of_all
+    return mean / share, norm_of_all
 
 
 def _norm(trainer: Trainer, optimizer: Optimizer) -> Tensor:

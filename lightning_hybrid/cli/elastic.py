@@ -9,9 +9,12 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import socket
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,7 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from lightning_hybrid.parallel.elastic import NODE, Meeting, RunState
+from lightning_hybrid.parallel.elastic import NODE, STALE, Meeting, RunState
 
 PORT = 29400  # torchrun's own
 POLL = 1.0  # seconds between looks at the folder
@@ -33,8 +36,9 @@ def main(argv: list[str]) -> int:
         argv: Arguments behind ``lightning-hybrid elastic``.
 
     Returns:
-        Exit status: 0 when the run has ended, 1 if it has vanished while this node waited. torchrun's error, with
-        status 1, leaves it as an exception. Arguments that cannot work end the process with status 2, as argparse does.
+        Exit status: 0 when the run has ended, 1 if it has vanished while this node waited, 2 if the folder is of
+        another run, or cannot be written to. torchrun's error, with status 1, leaves it as an exception. Arguments that
+        cannot work end the process with status 2, as argparse does.
     """
     parser = _parser()
     args = parser.parse_args(argv)
@@ -52,7 +56,11 @@ def main(argv: list[str]) -> int:
 
 def _run(meeting: Meeting, run: str, host: str, port: int, arguments: list[str]) -> int:
     """Wait, and be torchrun's agent, as often as this node is sent outside."""
-    name = f"{socket.gethostname()}-{os.getpid()}"
+    name, own = f"{socket.gethostname()}-{os.getpid()}", f"{run} at {host}:{port}"
+    problem = _problem(meeting, own)
+    if problem:
+        _say(problem)
+        return 2
     # A store that agents keep over several starts has keys of the last one, and an address of a node that may be gone.
     os.environ |= {NODE: name, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     has_waited, stores = False, list[TCPStore]()
@@ -63,13 +71,51 @@ def _run(meeting: Meeting, run: str, host: str, port: int, arguments: list[str])
         if not stores and _is_here(host) and not _listens(host, port):  # it stays where it is when this node waits
             stores.append(_store(host, port))
         try:
-            torchrun.main(arguments)
+            with _taking_part(meeting, name, own):
+                torchrun.main(arguments)
         except SignalException:
             if name not in meeting.waiting():
                 raise
             has_waited = True  # sent outside by its own process
         else:
             return 0
+
+
+def _problem(meeting: Meeting, own: str) -> str:
+    """Why a node cannot be part of a run in this folder; nothing if it can."""
+    try:
+        (meeting.folder / meeting.mark()).unlink()
+        others = {run for run, _ in meeting.running().values()} - {own}
+    except OSError as error:
+        return f"cannot write to --dirpath={meeting.folder}: {error}"
+    if others:
+        return (
+            f"--dirpath={meeting.folder} is of a run that goes on, or was lost less than {STALE:g} seconds ago: "
+            f"{', '.join(sorted(others))}. This one is {own}. Give all nodes of a run the same --rdzv-id and "
+            "--rdzv-endpoint, and another run a folder of its own."
+        )
+    return ""
+
+
+@contextmanager
+def _taking_part(meeting: Meeting, name: str, run: str) -> Iterator[None]:
+    """Context in which this node says again and again that it is part of a run."""
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(POLL):
+            with suppress(OSError):
+                meeting.take_part(name, run)
+
+    meeting.take_part(name, run)
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        meeting.leave(name)
 
 
 def next_step(state: RunState | None, run: str, name: str, *, is_alive: bool, has_waited: bool) -> str:
@@ -79,7 +125,7 @@ def next_step(state: RunState | None, run: str, name: str, *, is_alive: bool, ha
         state: What the run says of itself.
         run: The job's id.
         name: Of the node.
-        is_alive: Whether somebody listens at the rendezvous endpoint.
+        is_alive: Whether nodes say that they are part of it, and somebody listens at the rendezvous endpoint.
         has_waited: Whether the node has waited for this run.
 
     Returns:
@@ -105,29 +151,38 @@ def _wait_outside(meeting: Meeting, run: str, name: str, host: str, port: int, *
         port: Its port.
         has_waited: Whether it has been part of the run.
     """
+    heard, step, before = 0.0, "wait", signal.signal(signal.SIGTERM, _end)
     try:
-        while True:
-            state = meeting.read()
-            step = next_step(state, run, name, is_alive=_listens(host, port), has_waited=has_waited)
+        while step == "wait":
+            state, running = meeting.read(), meeting.running()
+            last = max((sign for _, sign in running.values()), default=0.0)
+            has_waited = has_waited or 0 < heard < last  # a sign that is new: the run is not what a lost one has left
+            is_alive = bool(running) and _listens(host, port)
+            step = next_step(state, run, name, is_alive=is_alive, has_waited=has_waited)
             if step == "wait":
                 meeting.wait_outside(name)
-                if not has_waited and state is not None:
+                if not heard and state is not None:
                     _say(f"{name} waits: the run has {state.nodes} nodes, and takes others in when its batch grows.")
-                has_waited = True
+                heard = heard or last
                 time.sleep(POLL)
-                continue
-            break
     finally:
-        if has_waited:
-            meeting.go([name])
+        signal.signal(signal.SIGTERM, before)
+        meeting.go([name])
     if step == "start":
         if state is not None and not has_waited:
             meeting.forget()  # what a run has left that is gone
         _say(f"{name} joins.")
         return None
-    ended = f"has ended. To begin another in {meeting.folder}, give another --rdzv-id than {run!r}"
+    ended = (
+        f"has ended. To go on from its newest checkpoint, as with more epochs, give another --rdzv-id than {run!r}; to "
+        f"begin another run, another --dirpath than {meeting.folder}"
+    )
     _say(f"{name} leaves: the run {ended if step == 'ended' else 'is gone'}.")
     return int(step == "gone")
+
+
+def _end(*_: object) -> None:
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 def _listens(host: str, port: int) -> bool:

@@ -4,6 +4,7 @@
 DIRPATH/
   elastic.json              what the run does: "running", "leaving" with the nodes that it invites, "ended"
   elastic-waiting/NAME      a node that waits outside; its launcher touches the file as long as it does
+  elastic-running/NAME      a node of the run; its launcher writes the run's name to the file as long as it is one
   elastic.ckpt              what the run left with
 ```
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -24,8 +26,8 @@ EXIT_FOR_MORE_REPLICAS = 83
 """Exit code of processes that have saved a checkpoint and want to be started again, as more replicas."""
 
 NODE = "LIGHTNING_HYBRID_NODE"  # for the processes of a node: its name, which ends with its agent's process
-FILE, WAITING, CHECKPOINT = "elastic.json", "elastic-waiting", "elastic.ckpt"
-STALE = 30.0  # seconds without a sign after which a node that waited counts as gone
+FILE, WAITING, RUNNING, CHECKPOINT = "elastic.json", "elastic-waiting", "elastic-running", "elastic.ckpt"
+STALE = 30.0  # seconds without a sign after which a node counts as gone
 
 
 class LeaveForMoreReplicas(SystemExit):
@@ -85,9 +87,7 @@ class Meeting:
     def write(self, state: RunState) -> None:
         """Say it, in one atomic step; one process calls it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        partial = self.folder / f".{FILE}.{os.getpid()}.partial"
-        partial.write_text(json.dumps(asdict(state)))
-        partial.replace(self.folder / FILE)
+        self._write(self.folder / FILE, json.dumps(asdict(state)))
 
     def forget(self) -> None:
         """Remove what a run says that is gone."""
@@ -104,15 +104,54 @@ class Meeting:
             (self.folder / WAITING / name).unlink(missing_ok=True)
 
     def waiting(self) -> list[str]:
-        """Names of the nodes that wait, in order of them.
+        """Names of the nodes that wait, in order of them."""
+        return sorted(path.name for path in self._fresh(WAITING))
+
+    def take_part(self, name: str, run: str) -> None:
+        """Say that a node is part of a run; its launcher repeats it."""
+        path = self.folder / RUNNING / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            path.touch()
+        else:
+            self._write(path, run)
+
+    def leave(self, name: str) -> None:
+        """Say that a node is part of a run no more."""
+        (self.folder / RUNNING / name).unlink(missing_ok=True)
+
+    def running(self) -> dict[str, tuple[str, float]]:
+        """The run that each node is part of, and when it has said so last."""
+        found = {}
+        for path in self._fresh(RUNNING):
+            with suppress(OSError):  # it has just left
+                found[path.name] = path.read_text(), path.stat().st_mtime
+        return found
+
+    def mark(self) -> str:
+        """Make a file that all who share the folder see; its name."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        descriptor, path = tempfile.mkstemp(prefix=".elastic-mark-", dir=self.folder)
+        os.close(descriptor)
+        return Path(path).name
+
+    def _write(self, path: Path, text: str) -> None:
+        partial = self.folder / f".{path.name}.{os.getpid()}.partial"
+        partial.write_text(text)
+        partial.replace(path)
+
+    def _fresh(self, kind: str) -> list[Path]:
+        """Files of nodes that have given a sign lately.
 
         Times are those of the folder's file system, whatever the clocks of the nodes say.
         """
-        with suppress(FileNotFoundError):
-            clock = self.folder / f".{WAITING}.{os.getpid()}"
-            clock.touch()
-            now = clock.stat().st_mtime
-            clock.unlink()
-            found = [each for each in (self.folder / WAITING).iterdir() if now - each.stat().st_mtime < STALE]
-            return sorted(each.name for each in found)
-        return []
+        if not (self.folder / kind).is_dir():
+            return []
+        clock = self.folder / f".{kind}.{os.getpid()}"
+        clock.touch()
+        now, found = clock.stat().st_mtime, []
+        clock.unlink()
+        for path in (self.folder / kind).iterdir():
+            with suppress(FileNotFoundError):
+                found += [path] if now - path.stat().st_mtime < STALE else []
+        return found

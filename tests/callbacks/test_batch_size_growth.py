@@ -1,5 +1,6 @@
 """Batches that grow are those that a loop written by hand is given, in every layout and after a stop."""
 
+import math
 import warnings
 from copy import deepcopy
 
@@ -165,6 +166,17 @@ def test_a_run_goes_on_with_more_replicas_and_the_same_batches(resume, tmp_path)
     steps, found = run_trainers(2, in_layout, tmp_path, 2, resume)[0]
     assert steps == PLAN[10:]
     assert_close(found, by_hand(PLAN), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+def test_stock_strategies_do_not_go_on_within_an_epoch_with_other_batches(tmp_path):
+    """Their place counts batches: half as large, they would train on the same samples again."""
+    path, train = tmp_path / "middle.ckpt", DataLoader(samples(SAMPLES), BATCH // 2)
+    fitted(BatchSizeGrowth(**GROWTH), others=[Saving(path, 3)])
+    with pytest.raises(
+        ValueError, match=r"middle of an epoch, after 4 batches of 4 samples .* Now they have 2, and Single"
+    ):
+        fitted(BatchSizeGrowth(**GROWTH), train=train, resume=path)
 
 
 class GoingBack(Callback):
@@ -417,6 +429,8 @@ def test_wrong_arguments_are_refused(arguments, message):
         (([1],), "give milestones with gamma"),
         ((3, 0.5), "a step_size with gamma and length"),
         (([1], 1.5), "A batch grows only where a rate falls"),
+        (([1], math.nan), "gamma=nan must be a finite number"),
+        (({1: "half"},), "must have numbers, and has 'half' at 1"),
     ],
 )
 def test_wrong_schedules_are_refused(arguments, message):

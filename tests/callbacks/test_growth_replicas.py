@@ -1,5 +1,7 @@
 """When a run leaves for more replicas, and which runs cannot."""
 
+import os
+
 import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -9,7 +11,8 @@ from lightning_hybrid import latest_checkpoint
 from lightning_hybrid.callbacks import BatchSizeGrowth
 from lightning_hybrid.parallel.elastic import EXIT_FOR_MORE_REPLICAS, LeaveForMoreReplicas, Meeting
 from tests.callbacks.test_batch_size_growth import Net
-from tests.small import fit, loader, samples, trainer_of
+from tests.launch import run_trainers
+from tests.small import fit, hybrid, loader, samples, trainer_of
 
 
 def growth(folder, **options):
@@ -55,6 +58,25 @@ def test_loaders_with_a_state_of_one_replica_are_refused(tmp_path, monkeypatch):
         fit(Net(), Stateful(samples(8), 4), callbacks=[growth(tmp_path)])
 
 
+def own_folder(folder):
+    os.environ["TORCHELASTIC_MAX_RESTARTS"] = "3"
+    folder = folder / os.environ["RANK"]
+    folder.mkdir()
+    with pytest.raises(
+        ValueError, match=r"not all ranks see what rank 0 writes there\. Give a folder that all nodes share"
+    ):
+        fit(Net(), loader(8, 4), hybrid(1), devices=2, callbacks=[growth(folder)])
+    return os.listdir(folder)
+
+
+def test_a_folder_that_the_nodes_do_not_share_is_refused(tmp_path, monkeypatch):
+    assert run_trainers(2, own_folder, tmp_path) == [[], []]
+    agent(monkeypatch)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"rank 0 cannot write to it: .*Give a folder that all nodes share"):
+        fit(Net(), loader(8, 4), callbacks=[growth(tmp_path / "file" / "run")])
+
+
 class Stateful(DataLoader):
     def state_dict(self):
         return {}
@@ -63,18 +85,25 @@ class Stateful(DataLoader):
         raise AssertionError
 
 
-def test_a_stock_strategy_leaves_between_epochs_and_goes_on(tmp_path, monkeypatch):
+class Validated(Net):
+    def validation_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize(("model", "validation"), [(Net, []), (Validated, [loader(4, 4)])])
+def test_a_stock_strategy_leaves_between_epochs_and_goes_on(model, validation, tmp_path, monkeypatch):
     agent(monkeypatch)
     Meeting(tmp_path).wait_outside("late")
     with pytest.raises(LeaveForMoreReplicas) as left:
-        fit(Net(), loader(8, 4), callbacks=[growth(tmp_path)], max_epochs=2)
+        trainer_of(callbacks=[growth(tmp_path)], max_epochs=2).fit(model(), loader(8, 4), *validation)
     assert left.value.code == EXIT_FOR_MORE_REPLICAS
     state = Meeting(tmp_path).read()
     assert (state.state, state.invited, state.replicas, state.wanted) == ("leaving", ("late",), 1, 2)
     callback = growth(tmp_path)
     trainer = trainer_of(callbacks=[callback], max_epochs=2)
-    trainer.fit(Net(), loader(8, 4), ckpt_path=latest_checkpoint(tmp_path))
-    assert (trainer.global_step, callback.global_batch) == (3, 8)
+    trainer.fit(model(), loader(8, 4), *validation, ckpt_path=latest_checkpoint(tmp_path))
+    logged = trainer.fit_loop.epoch_loop._batches_that_stepped
+    assert (trainer.global_step, logged, callback.global_batch) == (3, 3, 8)
     assert Meeting(tmp_path).waiting() == []
     assert Meeting(tmp_path).read().state == "ended"
 

@@ -30,7 +30,7 @@ def test_an_error_tells_the_last_rows(tmp_path):
         )
         audit.add(SimpleNamespace(is_global_zero=True), **ROW | {"step": step} | culprit)
     lines = audit.used_up(4, 3, 100).splitlines()
-    assert "diverged 4 times within 100 steps, and max_retries=3" in lines[0]
+    assert "diverged 4 times, each less than 100 steps after the one before, and max_retries=3" in lines[0]
     assert str(tmp_path) in lines[0]
     assert lines[1] == "  2 before"
     assert lines[2] == "  step 2, batches 6 of epoch 0: loss is nan (go on)"

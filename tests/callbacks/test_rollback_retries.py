@@ -93,7 +93,8 @@ def test_a_label_on_the_last_stage_alone(tmp_path):
 
 def test_retries_are_used_up(tmp_path):
     callback = DivergenceRollback(max_retries=2, audit=str(tmp_path / "audit.csv"))
-    with pytest.raises(RuntimeError, match=r"diverged 3 times within 100 steps, and max_retries=2(.|\n)*batches 5 of"):
+    expected = r"diverged 3 times, each less than 100 steps after the one before, and max_retries=2(.|\n)*batches 5 of"
+    with pytest.raises(RuntimeError, match=expected):
         run(Scheduled, data(poisoned=[3, 4, 5]), callback)
     assert [row["action"] for row in audit(tmp_path / "audit.csv")] == ["go on", "go on", "stopped"]
     assert [row["batches"] for row in audit(tmp_path / "audit.csv")] == ["3", "4", "5"]

@@ -1,6 +1,7 @@
 """What a node does that comes to a run, and what torchrun's agent is started with."""
 
 import os
+import signal
 
 import pytest
 from torch.distributed import run as torchrun
@@ -76,3 +77,65 @@ def test_nodes_that_gave_no_sign_for_long_do_not_wait_any_more(tmp_path):
     assert meeting.waiting() == ["a", "b"]
     meeting.go(["a", "unknown"])
     assert meeting.waiting() == ["b"]
+
+
+ENDPOINT = "--rdzv-endpoint=127.0.0.1:1"
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    for name in (NODE, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
+        monkeypatch.setenv(name, "")
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path, capsys, monkeypatch, environment):
+    monkeypatch.setattr(torchrun, "main", lambda arguments: None)
+    meeting, arguments = Meeting(tmp_path), [f"--dirpath={tmp_path}", ENDPOINT, "--rdzv-id=job", "script.py"]
+    meeting.take_part("a", "job at 127.0.0.1:1")
+    assert elastic.main(arguments) == 0
+    meeting.take_part("b", "sweep-2 at head:29400")
+    assert elastic.main(arguments) == 2
+    assert "sweep-2 at head:29400. This one is job at 127.0.0.1:1." in capsys.readouterr().out
+    silent = tmp_path / "elastic-running" / "b"
+    os.utime(silent, (silent.stat().st_atime, silent.stat().st_mtime - 60))
+    assert elastic.main(arguments) == 0
+    (tmp_path / "file").touch()
+    assert elastic.main([f"--dirpath={tmp_path}/file/run", *arguments[1:]]) == 2
+    assert f"cannot write to --dirpath={tmp_path}/file/run" in capsys.readouterr().out
+
+
+def test_a_node_takes_part_as_long_as_its_agent_lives(tmp_path, monkeypatch, environment):
+    found = []
+    monkeypatch.setattr(torchrun, "main", lambda arguments: found.extend(Meeting(tmp_path).running().values()))
+    assert elastic.main([f"--dirpath={tmp_path}", ENDPOINT, "--rdzv-id=job", "script.py"]) == 0
+    assert [run for run, _ in found] == ["job at 127.0.0.1:1"]
+    assert Meeting(tmp_path).running() == {}
+
+
+@pytest.mark.parametrize(("lives", "outcome"), [(True, 1), (False, None)])
+def test_a_node_tells_a_run_that_it_waited_for_from_what_a_lost_one_left(lives, outcome, tmp_path, monkeypatch):
+    meeting, looks = Meeting(tmp_path), []
+    meeting.write(RunState("job", "running"))
+    meeting.take_part("a", "job")
+
+    def pause(seconds):
+        looks.append(seconds)
+        path = tmp_path / "elastic-running" / "a"
+        os.utime(path, (path.stat().st_atime, path.stat().st_mtime + lives))
+
+    monkeypatch.setattr(elastic.time, "sleep", pause)
+    monkeypatch.setattr(elastic, "_listens", lambda host, port: len(looks) < 3)
+    found = elastic._wait_outside(meeting, "job", "b", "127.0.0.1", 1, has_waited=False)
+    assert (found, meeting.waiting(), meeting.read() is None) == (outcome, [], not lives)
+
+
+def test_a_node_that_is_stopped_waits_no_more(tmp_path, monkeypatch):
+    meeting = Meeting(tmp_path)
+    meeting.write(RunState("job", "running"))
+    meeting.take_part("a", "job")
+    monkeypatch.setattr(elastic.time, "sleep", lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(elastic, "_listens", lambda host, port: True)
+    with pytest.raises(SystemExit) as ended:
+        elastic._wait_outside(meeting, "job", "b", "127.0.0.1", 1, has_waited=False)
+    assert (ended.value.code, meeting.waiting()) == (143, [])
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
