@@ -1,0 +1,21 @@
+"""The example's badly conditioned least squares: natural gradients need a small part of SGD's steps, whatever its rate."""
+
+from examples.natural_gradient import GRIDS, Run, Way, train
+
+NATURAL, PROBLEM = Way("K-FAC", 0.1, 1e-4), "least squares"
+
+
+def steps(way, limit):
+    """Until it was enough; None if that took longer."""
+    watch, module = train(Run(PROBLEM, way, seed=0), limit)
+    assert len(watch.values) == len(module.losses) <= limit
+    return None if watch.first(0) is None else watch.first(0) + 1
+
+
+def test_a_third_of_the_steps_of_the_best_sgd_are_enough():
+    assert NATURAL in GRIDS[PROBLEM]
+    number = steps(NATURAL, 50)
+    assert number is not None
+    for way in GRIDS[PROBLEM]:
+        if way.arm == "SGD":
+            assert steps(way, 3 * number) is None, way
