@@ -1,4 +1,4 @@
-"""The example's badly conditioned least squares: natural gradients need a small part of SGD's steps, whatever its rate."""
+"""The example's badly conditioned least squares: natural gradients need a small part of the steps of the best SGD."""
 
 from examples.natural_gradient import GRIDS, Run, Way, train
 

@@ -430,6 +430,28 @@ def draw_divergence_rollback() -> None:
     save(figure, "divergence_rollback")
 
 
+def draw_kfac_preconditioner() -> None:
+    """Losses of least squares and shares of digits told right by step, with SGD, AdamW and K-FAC, each at its best."""
+    from examples.natural_gradient import ENOUGH, Run, Way, train
+
+    figure, (left, right) = plain(columns=2)
+    colors = {"SGD": "tab:red", "AdamW": "tab:green", "K-FAC": "tab:blue"}
+    for way in (Way("SGD", 0.05, 0.99), Way("AdamW", 0.03, 0.0), Way("K-FAC", 0.1, 1e-4)):
+        _, module = train(Run("least squares", way, 0))
+        left.plot([loss / module.losses[0] for loss in module.losses], color=colors[way.arm], label=way.arm)
+    left.set(xlabel="step", ylabel="loss / first", yscale="log")
+    left.set_title("least squares", fontsize=9)
+    for way in (Way("SGD", 0.8, 0.9), Way("AdamW", 0.025, 0.01), Way("K-FAC", 0.3, 3e-3)):
+        watch, _ = train(Run("digits", way, 0))
+        shares = [values[1] * ENOUGH["digits"] for values in watch.values]
+        right.plot(range(1, len(shares) + 1), shares, color=colors[way.arm], label=way.arm)
+    right.axhline(ENOUGH["digits"], color="black", linewidth=0.8, linestyle="--")
+    right.set(xlabel="step", ylabel="test digits told right", ylim=(0.5, 1.0))
+    right.set_title("digits, batch of 1,024", fontsize=9)
+    right.legend(fontsize=8, loc="lower right")
+    save(figure, "kfac_preconditioner")
+
+
 def draw_pipeline_bubble() -> None:
     """A step of 1F1B whose idle time is grey, and both conventions by the number of micro-batches."""
     from lightning_hybrid.functional.bubbles import bubble_ratio, bubble_share, pipeline_times
