@@ -87,7 +87,8 @@ class RunningFactors:
         """
         numbers = torch.stack([each.number for each in sums.values()]).tolist() if sums else []
         slopes = [each.slopes for each in sums.values()]
-        torch._foreach_mul_(slopes, factor) if slopes else None
+        for each in slopes:
+            each.mul_(factor)
         largest = [torch.stack([each.inputs.abs().max(), each.slopes.abs().max()]) for each in sums.values()]
         if largest and not bool(torch.stack(largest).isfinite().all()):
             return False
