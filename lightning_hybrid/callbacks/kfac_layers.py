@@ -21,6 +21,7 @@ from lightning_hybrid.parallel.curvature.layers import KINDS, Layer, is_layer, l
 from lightning_hybrid.parallel.ledgers.traffic import over_ranks
 
 NAME = "KFACPreconditioner"
+LARGEST = 2**14  # rows of a factor that is taken without being asked for, 1 GB in float32
 
 
 @dataclass
@@ -56,18 +57,20 @@ def choose(trainer: Trainer, pl_module: LightningModule, rules: Sequence[str | t
     apart = _apart(trainer, pl_module)
     where = places(pl_module)
     for name, module in pl_module.named_modules():
-        weight = getattr(module, "weight", None)
-        if weight is None or f"{name}.weight" not in held:
+        trained = _trained(name, module, held)
+        if trained is None:
             continue
-        rule = None if rules is None else first_match(rules, where[id(weight)])
+        rule = None if rules is None else first_match(rules, where[id(trained)])
         split = apart.get(f"{name}.weight", "")  # it has other sizes here than its module says
         layer = split if split and is_layer(module) else layer_of(module)
         if layer is None or (rules is not None and rule is None):
             continue
         matched |= {rule} if rule is not None else set()
-        reason = layer if isinstance(layer, str) else _reason(pl_module, name, module, apart)
+        reason = layer if isinstance(layer, str) else _reason(pl_module, name, module, held, apart)
+        reason = reason or (_size(layer) if isinstance(layer, Layer) and rules is None else "")
         if reason and (rules is not None or "split" in reason):
-            error = error or f"{name} cannot have Kronecker factors: {reason}. Leave it out of modules={rules!r}."
+            way_out = "Name others in modules" if rules is None else f"Leave it out of modules={rules!r}"
+            error = error or f"{name} cannot have Kronecker factors: {reason}. {way_out}."
         if reason:
             chosen.left[name] = reason
         elif not isinstance(layer, str):
@@ -96,6 +99,23 @@ def _held(trainer: Trainer) -> Collection[str]:
     return {name for name, p in held_by_name(trainer).items() if p.requires_grad and id(p) in optimized}
 
 
+def _trained(name: str, module: nn.Module, held: Collection[str]) -> nn.Parameter | None:
+    """A module's weight, or the first of the parameters that a layer's is made from; None if it is not trained."""
+    weight = getattr(module, "weight", None)
+    if weight is not None and f"{name}.weight" in held:
+        return weight
+    inner = module.named_parameters() if is_layer(module) and f"{name}.weight" not in held else ()
+    return next((p for own, p in inner if own != "bias" and f"{name}.{own}" in held), None)
+
+
+def _size(layer: Layer) -> str:
+    """Why a layer is not taken unless it is named: its factors are too large; "" if they are not."""
+    side = layer.rows if layer.is_diagonal else max(layer.rows, layer.columns)
+    if side <= LARGEST:
+        return ""
+    return f"{side} x {side} is {4e-9 * side**2:.1f} GB in float32, and three of them; name it in modules to take it"
+
+
 def _apart(trainer: Trainer, pl_module: LightningModule) -> dict[str, str]:
     """Why a module's own calls do not make all of the gradient of a parameter, by its name."""
     ask = getattr(trainer.strategy, "set_apart", None)
@@ -108,12 +128,14 @@ def _apart(trainer: Trainer, pl_module: LightningModule) -> dict[str, str]:
     return apart
 
 
-def _reason(pl_module: LightningModule, name: str, module: nn.Module, apart: Mapping[str, str]) -> str:
+def _reason(
+    pl_module: LightningModule, name: str, module: nn.Module, held: Collection[str], apart: Mapping[str, str]
+) -> str:
     """Why a layer cannot have factors; "" if it can."""
-    for own, parameter in module.named_parameters(recurse=False):
+    for own, _ in module.named_parameters(recurse=False):
         if own not in ("weight", "bias"):
             return f"it has a parameter {own}"
-        if not parameter.requires_grad:
+        if f"{name}.{own}" not in held:
             return f"its {own} is not trained"
         if f"{name}.{own}" in apart:
             return apart[f"{name}.{own}"]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Subset
 
-from lightning_hybrid.callbacks import DivergenceRollback, KFACPreconditioner
+from lightning_hybrid.callbacks import DivergenceRollback, KFACPreconditioner, kfac_layers
 from tests.callbacks.test_divergence_rollback import Scheduled, compared, data
 from tests.launch import run_trainers
 from tests.precision.halves import Half
@@ -195,11 +195,45 @@ def test_runs_that_cannot_have_factors_are_refused(module, options, message):
         fit(module(), loader(8, 4), callbacks=[KFACPreconditioner(**options)])
 
 
+class Odd(Tied):
+    """A layer of each kind that is left alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2)
+        self.lazy, self.lazy_patches = nn.LazyLinear(WIDTH), nn.LazyConv2d(1, 1)
+        self.waves = nn.Linear(2, 2, dtype=torch.complex64)
+        self.made = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+        self.half_trained, self.large = nn.Linear(2, 2), nn.Linear(2, 2**14 + 1, bias=False)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for name, p in self.named_parameters() if name != "half_trained.bias"], 0.1)
+
+
 def test_layers_that_cannot_have_factors_are_left_alone_and_named(capfd):
-    fit(Tied(), loader(8, 4), callbacks=[KFACPreconditioner()])
-    shown = capfd.readouterr().out
-    assert re.search(r"blocks.0.linear +│ left alone .*it is tied to blocks.1.linear.weight", shown)
-    assert re.search(r"blocks.2.linear +│ Linear +│ +7 │ +6 ", shown)
+    fit(Odd(), loader(8, 4), callbacks=[KFACPreconditioner()])
+    shown = " ".join(re.sub("[│\\s]+", " ", capfd.readouterr().out).split())
+    for name, reason in {
+        "blocks.0.linear": "it is tied to blocks.1.linear.weight",
+        "attention.out_proj": "nn.MultiheadAttention uses its weight without calling it",
+        "lazy": "it has no sizes before its first call",
+        "lazy_patches": "it has no sizes before its first call",
+        "waves": "its weight is complex",
+        "made": "its weight is made from other parameters",
+        "half_trained": "its bias is not trained",
+        "large": "16385 x 16385 is 1.1 GB in float32, and three of them; name it in modules to take it",
+    }.items():
+        assert f" {name} left alone {reason}" in shown
+    assert " blocks.2.linear Linear 7 6 " in shown
+
+
+def test_large_layers_are_taken_where_they_are_named(monkeypatch):
+    monkeypatch.setattr(kfac_layers, "LARGEST", WIDTH)
+    callback = preconditioner(modules="inlet")
+    fit(Small(), loader(8, 4), callbacks=[callback])
+    assert callback._factors.of["inlet"].count == 1
+    with pytest.raises(ValueError, match="no trained layer with Kronecker factors"):
+        fit(Small(), loader(8, 4), callbacks=[preconditioner()])
 
 
 def split(pattern):

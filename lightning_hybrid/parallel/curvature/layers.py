@@ -165,12 +165,12 @@ def is_layer(module: nn.Module) -> bool:
 
 def layer_of(module: nn.Module) -> Layer | str | None:
     """What a module is as a layer; a reason if it is one that cannot be; None for other modules."""
+    reason = _unknown(module) if is_layer(module) else ""
+    if reason:
+        return reason
     found = matrix(module)
     if not isinstance(module, nn.Conv2d | nn.Embedding) and found is None:
         return None
-    base = next((kind for kind in (nn.Linear, nn.Conv2d, nn.Embedding) if isinstance(module, kind)), None)
-    if base is not None and type(module).forward is not base.forward:
-        return f"{type(module).__name__} has a forward of its own"
     if isinstance(module, nn.Conv2d):
         return "it has groups" if module.groups != 1 else Convolution(module)
     if isinstance(module, nn.Embedding):
@@ -178,6 +178,22 @@ def layer_of(module: nn.Module) -> Layer | str | None:
         return f"it has {option}" if option else Lookup(module)
     assert found is not None
     return Dense(module, found.inputs, found.outputs, transposed=found.out_dim == 1)
+
+
+def _unknown(module: nn.Module) -> str:
+    """Why what a layer does to its weight is not known; "" if it is."""
+    base = next((kind for kind in (nn.Linear, nn.Conv2d, nn.Embedding) if isinstance(module, kind)), None)
+    own = dict(module.named_parameters(recurse=False))
+    if any(map(nn.parameter.is_lazy, own.values())):
+        return "it has no sizes before its first call; call the model once before fit"
+    if "weight" not in own:
+        return "its weight is made from other parameters"
+    if own["weight"].is_complex():
+        return "its weight is complex"
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention uses its weight without calling it"
+    own_forward = base is not None and type(module).forward is not base.forward
+    return f"{type(module).__name__} has a forward of its own" if own_forward else ""
 
 
 def _padding(module: nn.Conv2d) -> list[int]:
