@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.optim import LBFGS
 
@@ -49,12 +51,13 @@ def check_arguments(
         raise ValueError(f"modules={modules!r} must be patterns of names or types of modules, or None for all layers.")
 
 
-def refuse_runs(trainer: Trainer, pl_module: LightningModule, *, draws: bool) -> None:
+def refuse_runs(trainer: Trainer, pl_module: LightningModule, *, takes_all: bool, draws: bool) -> None:
     """Refuse a run whose gradients are not a layer's whole; call it in `on_fit_start`.
 
     Args:
         trainer: The Trainer.
         pl_module: Its module.
+        takes_all: Layers are all that can be.
         draws: Labels are drawn, in passes beside training.
 
     Raises:
@@ -66,11 +69,23 @@ def refuse_runs(trainer: Trainer, pl_module: LightningModule, *, draws: bool) ->
             f"{kind} optimizes manually: its backward passes may be of several losses, and {NAME} would not know whose "
             f"slopes it sees. Set automatic_optimization, or remove {NAME}."
         )
+    if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
+        raise ValueError(
+            f"{kind}.training_step fetches its own batches by dataloader_iter, and {NAME} would not know how many "
+            f"samples they have. Take (batch, batch_idx) instead, or remove {NAME}."
+        )
     whole = isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
     if not whole and not hasattr(strategy, "set_apart"):
         raise ValueError(
             f"{NAME} cannot put gradients together under {type(strategy).__name__}. Use strategy='hybrid_ptdp', with "
             "zero_stage=1, 2 or 3 to shard, or 'ddp'."
+        )
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    finetuning = next((type(c).__name__ for c in callbacks if isinstance(c, BaseFinetuning)), None)
+    if takes_all and finetuning is not None:
+        raise ValueError(
+            f"{finetuning} trains layers from later epochs on, which {NAME} would not take: it takes those that are "
+            "trained from the beginning. Name these in modules."
         )
     if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
         raise ValueError(f"LBFGS runs backward passes many times a step, and has curvature of its own. Remove {NAME}.")

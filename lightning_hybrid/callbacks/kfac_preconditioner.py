@@ -18,7 +18,7 @@ from lightning_hybrid.callbacks.kfac_checks import check_arguments, refuse_runs
 from lightning_hybrid.callbacks.kfac_labels import DrawnLabels
 from lightning_hybrid.callbacks.kfac_layers import Chosen, choose, show_layers, wide_type
 from lightning_hybrid.callbacks.kfac_runs import held_by_name, part_of_gradient, replica_group
-from lightning_hybrid.functional.stepwise import Stepwise, value_at
+from lightning_hybrid.functional.stepwise import Stepwise, checked_value
 from lightning_hybrid.parallel.curvature.factors import RunningFactors
 from lightning_hybrid.parallel.curvature.natural import NaturalGradients
 from lightning_hybrid.parallel.curvature.states import gather_states, restore_states, restore_window
@@ -101,7 +101,7 @@ class KFACPreconditioner(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        refuse_runs(trainer, pl_module, draws=self.fisher == "mc")
+        refuse_runs(trainer, pl_module, takes_all=self.modules is None, draws=self.fisher == "mc")
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -113,7 +113,7 @@ class KFACPreconditioner(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches == 0:
-            self._samples, self._is_due = 0, self._is_time("factors", self.factor_every)
+            self._samples, self._is_due = 0, self._is_time("factors")
             if self._sums is not None:
                 self._begin(self._sums)
         if self._is_due:
@@ -133,8 +133,8 @@ class KFACPreconditioner(Callback):
         assert self._natural is not None
         if self._is_due:
             self._take_in(trainer)
-        if self._last["factors"] is not None and self._is_time("inverses", self.inverse_every):
-            self._factors.invert(float(value_at(self.damping, self._step)))
+        if self._last["factors"] is not None and self._is_time("inverses"):
+            self._factors.invert(float(checked_value("damping", self.damping, self._step, whole=False)))
             self._last["inverses"] = self._step
         ask = getattr(trainer.strategy, "gradient_parts", None)
         parts = ask(optimizer) if ask is not None else held_parts(pl_module.named_parameters(), optimizer)
@@ -198,9 +198,10 @@ class KFACPreconditioner(Callback):
     def _step(self) -> int:
         return self._applied.counts[0]
 
-    def _is_time(self, what: str, every: Stepwise) -> bool:
-        last = self._last[what]
-        return last is None or self._step - last >= value_at(every, self._step)
+    def _is_time(self, what: Literal["factors", "inverses"]) -> bool:
+        last, name = self._last[what], "factor_every" if what == "factors" else "inverse_every"
+        every = checked_value(name, getattr(self, name), self._step, whole=True)
+        return last is None or self._step - last >= every
 
     def _begin(self, sums: WindowSums) -> None:
         sums.end()  # of a window that was never applied

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.testing import assert_close
@@ -158,6 +159,18 @@ class ByHand(Small):
         self.automatic_optimization = False
 
 
+class Fetching(Small):
+    def training_step(self, dataloader_iter):
+        return self.loss(next(dataloader_iter)[0])
+
+
+class Thawing(Small):
+    backbone = property(lambda self: self.blocks)
+
+    def configure_callbacks(self):
+        return [BackboneFinetuning()]
+
+
 class NoLoss(Small):
     def training_step(self, batch, batch_idx):
         return (self(batch[0]) - batch[1]).square().mean()
@@ -179,9 +192,14 @@ class NoLayer(Small):
         return torch.optim.SGD([self.outlet.bias], 0.1)
 
 
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
 @pytest.mark.parametrize(
     ("module", "options", "message"),
     [
+        (Fetching, {}, "Fetching.training_step fetches its own batches by dataloader_iter"),
+        (Thawing, {}, "BackboneFinetuning trains layers from later epochs on"),
+        (Small, {"damping": lambda step: float(step < 1)}, "damping gives 0.0 for step 1, and must give a finite"),
+        (Small, {"factor_every": lambda step: 1.5 if step else 1}, "factor_every gives 1.5 for step 1"),
         (ByHand, {}, "ByHand optimizes manually"),
         (NoLoss, {"fisher": "mc"}, "NoLoss.training_step calls none of torch's losses"),
         (Tied, {"modules": "*.linear"}, "blocks.0.linear cannot have Kronecker factors: it is tied to blocks.1"),
@@ -192,7 +210,7 @@ class NoLayer(Small):
 )
 def test_runs_that_cannot_have_factors_are_refused(module, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        fit(module(), loader(8, 4), callbacks=[KFACPreconditioner(**options)])
+        fit(module(), loader(8, 4), callbacks=[KFACPreconditioner(**{"inverse_every": 1, **options})])
 
 
 class Odd(Tied):
@@ -268,9 +286,9 @@ def test_layers_that_the_tensor_axis_splits_are_refused_by_name_and_others_are_t
 
 @pytest.mark.parametrize("name", ["damping", "factor_decay", "factor_every", "inverse_every", "kl_clip", "method"])
 def test_wrong_arguments_are_refused(name):
-    for value in (0, -1, "much", True, {3: 1}, float("nan")):
+    for value in (0, -1, "much", True, {3: 1}, float("nan"), lambda step: 0):
         if (name, value) != ("factor_decay", 0):
-            with pytest.raises(ValueError, match=f"{name}="):
+            with pytest.raises(ValueError, match=f"{name}(=| gives 0 for step 0)"):
                 KFACPreconditioner(**{name: value})
 
 
