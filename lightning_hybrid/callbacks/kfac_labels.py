@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_hybrid.callbacks.global_batch import count_samples, num_replicas
+from lightning_hybrid.callbacks.kfac_runs import OwnPasses
 from lightning_hybrid.callbacks.step_alone import StepAlone
 from lightning_hybrid.parallel.curvature.likelihoods import DrawnLabelsMode
 from lightning_hybrid.parallel.curvature.sums import WindowSums
@@ -25,7 +26,14 @@ class DrawnLabels:
         self._seed = seed
 
     def run(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, step: int, sums: WindowSums
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        step: int,
+        sums: WindowSums,
+        own: OwnPasses,
     ) -> None:
         """Run a batch beside training; sums take in slopes of the loss of each sample.
 
@@ -36,6 +44,7 @@ class DrawnLabels:
             batch_idx: Its number.
             step: Steps that have been applied.
             sums: A window's.
+            own: Tells them which backward pass is this one's.
 
         Raises:
             ValueError: If the step calls no loss whose distribution is known.
@@ -46,8 +55,9 @@ class DrawnLabels:
         sums.takes, sums.weight = True, float(count_samples(batch))
         try:
             with alone.unseen(), mode:
-                alone.run(batch, batch_idx)
+                alone.run(batch, batch_idx, own.begin)
         finally:
+            own.end()
             sums.takes = False
         if not mode.number:
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from lightning_hybrid.callbacks.reports import fail_together, show
 from lightning_hybrid.compat import is_compiled
 from lightning_hybrid.functional.kfac import decomposed, inverted, precondition
 from lightning_hybrid.functional.name_rules import first_match, places
+from lightning_hybrid.parallel.checkpoint.parts import Part
 from lightning_hybrid.parallel.curvature.factors import RunningFactors
 from lightning_hybrid.parallel.curvature.layers import KINDS, Layer, is_layer, layer_of
 from lightning_hybrid.parallel.ledgers.traffic import over_ranks
@@ -143,6 +145,27 @@ def _reason(
     outer = (".".join(components[:stop]) for stop in range(len(components) + 1))
     compiled = next((path for path in outer if is_compiled(pl_module.get_submodule(path))), None)
     return "" if compiled is None else f"{compiled or type(pl_module).__name__} is compiled, and calls of it unseen"
+
+
+def warn_of_uncalled(factors: RunningFactors, parts: Mapping[str, Part]) -> None:
+    """Say which layers have had no call in the first window, and gradients all the same.
+
+    Args:
+        factors: With what the window has given.
+        parts: Gradients of the step, by the names of parameters.
+    """
+
+    def has_gradient(name: str) -> bool:
+        pieces = parts[f"{name}.weight"].pieces if f"{name}.weight" in parts else ()
+        return any(bool(piece.data.any()) for piece in pieces)
+
+    names = [name for name, own in factors.of.items() if not own.count and has_gradient(name)]
+    if names:
+        warnings.warn(
+            f"{NAME} has seen no call of {', '.join(names)}, and their weights have gradients: other code uses them "
+            "(F.linear). These gradients stay as they are. Call the layers, or leave them out of modules.",
+            stacklevel=2,
+        )
 
 
 def show_layers(trainer: Trainer, chosen: Chosen, factors: RunningFactors, method: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -16,8 +16,16 @@ from lightning_hybrid.callbacks.applied_steps import AppliedSteps
 from lightning_hybrid.callbacks.global_batch import count_samples, over_replicas
 from lightning_hybrid.callbacks.kfac_checks import check_arguments, refuse_runs
 from lightning_hybrid.callbacks.kfac_labels import DrawnLabels
-from lightning_hybrid.callbacks.kfac_layers import Chosen, choose, show_layers, wide_type
-from lightning_hybrid.callbacks.kfac_runs import held_by_name, part_of_gradient, replica_group
+from lightning_hybrid.callbacks.kfac_layers import Chosen, choose, show_layers, warn_of_uncalled, wide_type
+from lightning_hybrid.callbacks.kfac_runs import (
+    OwnPasses,
+    held_by_name,
+    replica_group,
+    samples_of_loss,
+    slopes_factor,
+    weighs_losses,
+)
+from lightning_hybrid.callbacks.reports import fail_together
 from lightning_hybrid.functional.stepwise import Stepwise, checked_value
 from lightning_hybrid.parallel.curvature.factors import RunningFactors
 from lightning_hybrid.parallel.curvature.natural import NaturalGradients
@@ -84,8 +92,10 @@ class KFACPreconditioner(Callback):
         self._applied = AppliedSteps()
         self._last: dict[str, int | None] = {"factors": None, "inverses": None}  # steps at which they were new
         self._samples, self._is_due = 0, False  # of this replica in the window; whether its means are taken in
+        self._first, self._weight = 0.0, 1.0  # samples that its first loss is a mean over; of others as parts of them
         self._batch: tuple[Any, int] = (None, 0)
         self._chosen, self._labels = Chosen(), DrawnLabels(seed)
+        self._own: OwnPasses | None = None
         self._sums: WindowSums | None = None
         self._factors: RunningFactors | None = None
         self._natural: NaturalGradients | None = None
@@ -106,6 +116,7 @@ class KFACPreconditioner(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._applied.start(trainer.optimizers, type(self).__name__)
+        self._own = OwnPasses(trainer)
         settle = partial(self._settle, trainer, pl_module)
         ask = getattr(trainer.strategy, "when_settled", None)
         ask(settle) if ask is not None else settle()
@@ -113,36 +124,52 @@ class KFACPreconditioner(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches == 0:
-            self._samples, self._is_due = 0, self._is_time("factors")
+            self._samples, self._is_due, self._first = 0, self._is_time("factors"), 0.0
             if self._sums is not None:
                 self._begin(self._sums)
         if self._is_due:
-            self._samples += count_samples(batch)
-            self._batch = (batch, batch_idx) if self.fisher == "mc" else (None, 0)
+            samples = count_samples(batch)
+            self._samples += samples
+            if self.fisher == "mc":
+                self._batch = batch, batch_idx
+            else:
+                self._weigh(trainer, samples)
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        assert self._own is not None
+        self._own.begin()
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self._own is not None
+        self._own.end()
         if self._is_due and self.fisher == "mc":
             assert self._sums is not None
             (batch, batch_idx), self._batch = self._batch, (None, 0)
-            self._labels.run(trainer, pl_module, batch, batch_idx, self._step, self._sums)
+            self._labels.run(trainer, pl_module, batch, batch_idx, self._step, self._sums, self._own)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         assert self._factors is not None
         assert self._natural is not None
+        ask = getattr(trainer.strategy, "gradient_parts", None)
+        parts = ask(optimizer) if ask is not None else held_parts(pl_module.named_parameters(), optimizer)
         if self._is_due:
+            is_first = self._last["factors"] is None
             self._take_in(trainer)
+            if is_first and self._last["factors"] is not None:
+                warn_of_uncalled(self._factors, parts)
         if self._last["factors"] is not None and self._is_time("inverses"):
             self._factors.invert(float(checked_value("damping", self.damping, self._step, whole=False)))
             self._last["inverses"] = self._step
-        ask = getattr(trainer.strategy, "gradient_parts", None)
-        parts = ask(optimizer) if ask is not None else held_parts(pl_module.named_parameters(), optimizer)
         self.clipping = self._natural.install(parts, self._rates(trainer, optimizer), self.kl_clip)
 
     def leave_batch(self, trainer: Trainer) -> None:
         """Forget a window that an exception has ended, and after which `fit` goes on."""
         self._is_due, self._batch = False, (None, 0)
+        if self._own is not None:
+            self._own.end()
         if self._sums is not None:
             self._sums.end()
 
@@ -182,12 +209,12 @@ class KFACPreconditioner(Callback):
             window = self._sums.total(replica_group(trainer)) if is_open else {}
             (samples,) = over_replicas(trainer, self._samples) if is_open else (0,)
             states = gather_states(self._factors, self._chosen.counted, window)
-            checkpoint[KEY] = {"layers": states, "samples": samples, "is_open": is_open}
+            checkpoint[KEY] = {"layers": states, "samples": samples, "first": self._first, "is_open": is_open}
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._waiting = checkpoint.get(KEY, {})
-        self._is_due = self._waiting.get("is_open", False)
+        self._is_due, self._first = self._waiting.get("is_open", False), self._waiting.get("first", 0.0)
 
     @property
     def num_bytes(self) -> int:
@@ -208,19 +235,33 @@ class KFACPreconditioner(Callback):
         if self._is_due:
             sums.begin(takes=self.fisher == "empirical")
 
+    def _weigh(self, trainer: Trainer, samples: int) -> None:
+        """Let the slopes of each sample count as those of the window's first batch do."""
+        mean_over = samples_of_loss(trainer, samples)
+        self._first = self._first or mean_over
+        self._weight = 1.0 if weighs_losses(trainer) else mean_over / self._first
+        if self._sums is not None:
+            self._sums.weight = self._weight
+
     def _settle(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the layers of this rank; a pipeline calls it within the first batch."""
         chosen = self._chosen = choose(trainer, pl_module, self.modules)
         device, group = trainer.strategy.root_device, replica_group(trainer)
         dtype = wide_type(chosen.modules)
         self._sums = WindowSums(chosen.layers, chosen.modules, dtype, device)
+        self._sums.is_own = self._own or self._sums.is_own
         self._factors = RunningFactors(chosen.layers, self.method, dtype, device, group)
         self._natural = NaturalGradients(chosen.layers, self._factors, chosen.counted, group, device)
         show_layers(trainer, chosen, self._factors, self.method)
         waiting, self._waiting = self._waiting, {}
-        if waiting:
-            restore_states(self._factors, waiting["layers"])
+        error = ""
+        try:
+            restore_states(self._factors, waiting.get("layers", {}))
+        except ValueError as mismatch:
+            error = str(mismatch)
+        fail_together(error)
         self._begin(self._sums)
+        self._sums.weight = self._weight
         if waiting.get("is_open") and (group is None or dist.get_rank(group) == 0):
             self._samples += waiting["samples"]
             restore_window(self._sums, waiting["layers"])
@@ -232,8 +273,8 @@ class KFACPreconditioner(Callback):
         self._is_due = False
         self._sums.reduce(replica_group(trainer))
         (samples,) = over_replicas(trainer, self._samples)
-        # slopes of the mean loss are 1 / samples of those of a sample's
-        factor = 1 / samples if self.fisher == "mc" else samples * part_of_gradient(trainer) ** 2
+        # slopes of drawn labels are those of a sample's loss
+        factor = 1 / samples if self.fisher == "mc" else slopes_factor(trainer, samples, self._first)
         if self._factors.take_in(self._sums.end(), factor, self.factor_decay):
             self._last["factors"] = self._step
 
@@ -245,5 +286,7 @@ class KFACPreconditioner(Callback):
 
     def _remove(self) -> None:
         self._applied.stop()
+        if self._own is not None:
+            self._own.remove()
         if self._sums is not None:
             self._sums.remove()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -131,8 +131,13 @@ class StepAlone:
             if before is not None:
                 attributes["log"] = before
 
-    def run(self, batch: Any, batch_idx: int) -> None:
+    def run(self, batch: Any, batch_idx: int, before_backward: Callable[[], object] = lambda: None) -> None:
         """Forward and backward of a batch, within `unseen`.
+
+        Args:
+            batch: The batch.
+            batch_idx: Its number.
+            before_backward: Called between the two.
 
         Raises:
             TypeError: If the step returns no loss.
@@ -145,6 +150,7 @@ class StepAlone:
                 f"{type(self._module).__name__}.training_step returned {type(output).__name__} without a loss for "
                 "the first batch, which a profile needs. Return the loss, or remove the callback."
             )
+        before_backward()
         torch.autograd.grad(loss, self._parameters, allow_unused=True)
 
 

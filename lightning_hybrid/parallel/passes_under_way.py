@@ -1,4 +1,4 @@
-"""Which forward pass of a training batch this rank is in."""
+"""Which pass of a training batch this rank is in."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ class PassesUnderWay:
 
     Args:
         engine: This rank's.
+
+    Attributes:
+        is_backward: A backward pass of the schedule is under way.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._now: tuple[int, int] | None = None
+        self.is_backward = False
         engine.observers.append(self._observe)
 
     @property
@@ -42,4 +46,12 @@ class PassesUnderWay:
             finally:
                 self._now = None
 
-        return replace(work, forward=forward)
+        def before_backward(stage: int, micro_batch: int) -> None:
+            work.before_backward(stage, micro_batch)
+            self.is_backward = True
+
+        def after_backward(stage: int, micro_batch: int) -> None:
+            self.is_backward = False
+            work.after_backward(stage, micro_batch)
+
+        return replace(work, forward=forward, before_backward=before_backward, after_backward=after_backward)

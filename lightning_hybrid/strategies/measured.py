@@ -94,8 +94,13 @@ class MeasuredStrategy(StatefulStrategy):
         unit = window.weight_unit / window.weight if window.weight > 0 else 1.0
         return unit / window.loss_scale
 
+    @property
+    def weighs_losses(self) -> bool:
+        """Whether steps of the window under way have returned a `loss_weight`; known behind its first batch."""
+        return self.assembly.runner.window.weight > 0
+
     def watch_passes(self) -> PassesUnderWay | None:
-        """Follow which micro-batch is computed for which stage; None where batches are not cut."""
+        """Follow the passes of micro-batches through stages; None where batches are not cut."""
         accumulates = self.assembly.module.trainer.accumulate_grad_batches > 1
         return None if self.assembly.is_plain and not accumulates else PassesUnderWay(self.assembly.engine)
 

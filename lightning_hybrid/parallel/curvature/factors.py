@@ -22,6 +22,7 @@ from lightning_hybrid.functional.kfac import (
 )
 from lightning_hybrid.parallel.curvature.layers import Layer
 from lightning_hybrid.parallel.curvature.sums import Sums, shape_of_inputs
+from lightning_hybrid.parallel.ledgers.traffic import over_ranks
 
 RAISE = 10.0  # what damping is multiplied by for a factor that is not positive definite with it
 
@@ -75,7 +76,7 @@ class RunningFactors:
         self.owners = dict(zip(layers, deal_out(costs, size), strict=True))
 
     def take_in(self, sums: Mapping[str, Sums], factor: float, decay: float) -> bool:
-        """Take in the means of a window; none of them if any is not finite.
+        """Take in the means of a window; none of them if any is not finite. All ranks of the world call it together.
 
         Args:
             sums: Summed over the group.
@@ -83,14 +84,14 @@ class RunningFactors:
             decay: Largest weight of the past.
 
         Returns:
-            Whether all were finite. A layer without inputs is left as it is.
+            Whether all were finite, on all ranks. A layer without inputs is left as it is.
         """
         numbers = torch.stack([each.number for each in sums.values()]).tolist() if sums else []
-        slopes = [each.slopes for each in sums.values()]
-        for each in slopes:
-            each.mul_(factor)
+        for each in sums.values():
+            each.slopes.mul_(factor)
         largest = [torch.stack([each.inputs.abs().max(), each.slopes.abs().max()]) for each in sums.values()]
-        if largest and not bool(torch.stack(largest).isfinite().all()):
+        is_finite = not largest or bool(torch.stack(largest).isfinite().all())
+        if not all(over_ranks(is_finite)):  # as with all layers on one rank
             return False
         for (name, each), number in zip(sums.items(), numbers, strict=True):
             if number:
@@ -104,10 +105,11 @@ class RunningFactors:
     def invert(self, damping: float) -> None:
         """Make the inverses of all layers that have factors, each on its owner, and give them to the group.
 
-        Where a factor is not positive definite, the layer's damping is raised once, with a warning.
+        Where a factor is not positive definite, the layer's damping is raised once, with a warning. All ranks of the
+        world call it together.
 
         Raises:
-            RuntimeError: If that does not help, on all ranks of the group.
+            RuntimeError: If that does not help, on all of them.
         """
         ready = [name for name, own in self.of.items() if own.count]
         used = torch.zeros(len(ready), dtype=torch.float64, device=self._device)
@@ -120,7 +122,11 @@ class RunningFactors:
             own.inverses, used[index] = self._inverses(own, damping)
         if self._group is not None:
             dist.all_reduce(used, group=self._group)
-        for name, value in zip(ready, used.tolist(), strict=True):
+        dampings = dict(zip(ready, used.tolist(), strict=True))
+        errors = over_ranks(next((_error(name, damping) for name, value in dampings.items() if value < 0), ""))
+        if any(errors):
+            raise RuntimeError(next(filter(None, errors)))
+        for name, value in dampings.items():
             self._heed(name, damping, value)
         self._share(ready)
 
@@ -195,11 +201,6 @@ class RunningFactors:
         return None, -1.0
 
     def _heed(self, name: str, asked: float, used: float) -> None:
-        if used < 0:
-            raise RuntimeError(
-                f"The Kronecker factors of {name} are not positive definite with damping={asked:g}, and not with "
-                f"{RAISE * asked:g} either. Give KFACPreconditioner more damping, or leave {name} out of modules."
-            )
         if used != asked and (self._group is None or dist.get_rank(self._group) == 0):
             warnings.warn(
                 f"The Kronecker factors of {name} are not positive definite with damping={asked:g}: {used:g} is used "
@@ -232,3 +233,10 @@ class RunningFactors:
             sizes = (shape[:1] if by_vectors else shape), (shape if by_vectors and is_matrix else (0,))
             pair.append(Inverse(*(torch.empty(s, dtype=self._dtype, device=device or self._device) for s in sizes)))
         return pair[0], pair[1]
+
+
+def _error(name: str, damping: float) -> str:
+    return (
+        f"The Kronecker factors of {name} are not positive definite with damping={damping:g}, and not with "
+        f"{RAISE * damping:g} either. Give KFACPreconditioner more damping, or leave {name} out of modules."
+    )

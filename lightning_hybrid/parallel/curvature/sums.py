@@ -6,7 +6,7 @@ follows, as one that is only repeated for activation recomputation, counts nothi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,12 +44,14 @@ class WindowSums:
         is_open: There are sums of a window.
         takes: Calls and their backward passes add to them.
         weight: What slopes are multiplied by.
+        is_own: Whether the backward pass under way is one that counts, as one of a step's `torch.autograd.grad` is not.
     """
 
     def __init__(
         self, layers: Mapping[str, Layer], modules: Mapping[str, nn.Module], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.layers, self.is_open, self.takes, self.weight = layers, False, False, 1.0
+        self.is_own: Callable[[], bool] = _always
         self._dtype, self._device = dtype, device
         self._flat, self._numbers = torch.empty(0), torch.empty(0)
         self._sums: dict[str, Sums] = {}
@@ -123,7 +125,7 @@ class WindowSums:
         output.register_hook(partial(self._passed, name, moment, counted))
 
     def _passed(self, name: str, moment: tuple[Tensor, Tensor], counted: Tensor | None, gradient: Tensor) -> None:
-        if not self.takes:
+        if not (self.takes and self.is_own()):
             return
         sums, layer = self._sums[name], self.layers[name]
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
@@ -133,6 +135,10 @@ class WindowSums:
             sums.inputs.add_(moment[0])
             sums.number.add_(moment[1])
             sums.slopes.addmm_(slopes.T, slopes)
+
+
+def _always() -> bool:
+    return True
 
 
 def shape_of_inputs(layer: Layer) -> tuple[int, ...]:
