@@ -69,8 +69,9 @@ def check_stepwise(name: str, schedule: object, *, whole: bool) -> None:
 
 def is_positive(value: object, *, whole: bool) -> bool:
     """Whether a value is a finite number above 0, and a whole one if it must."""
-    is_number = isinstance(value, Real) and not isinstance(value, bool) and (isinstance(value, Integral) or not whole)
-    return is_number and isfinite(value) and float(value) > 0
+    if isinstance(value, bool) or not isinstance(value, Real) or (whole and not isinstance(value, Integral)):
+        return False
+    return isfinite(value) and float(value) > 0
 
 
 def _kind(whole: bool) -> str:

@@ -68,7 +68,7 @@ def uneven():
     found = [
         first_factors(own, strategy, accumulate=3) for strategy in ("ddp", hybrid(1, microbatches=2, zero_stage=2))
     ]
-    found.append(first_factors(own, hybrid(1, microbatches=1), Weighted, accumulate=3))
+    found.append(first_factors(own, hybrid(1, microbatches=1), Weighted, accumulate=4))
     found.append(first_factors(by_pipeline, hybrid(2), accumulate=4))
     found.append(first_factors(own, DDPStrategy(gradient_as_bucket_view=True), Attacked, accumulate=3))
     found.append(first_factors(own, hybrid(1, microbatches=2), Attacked, accumulate=3))
