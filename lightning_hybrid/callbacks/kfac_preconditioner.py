@@ -32,6 +32,7 @@ from lightning_hybrid.parallel.curvature.natural import NaturalGradients
 from lightning_hybrid.parallel.curvature.states import gather_states, restore_states, restore_window
 from lightning_hybrid.parallel.curvature.sums import WindowSums
 from lightning_hybrid.parallel.gradient_parts import held_parts
+from lightning_hybrid.parallel.ledgers.traffic import over_ranks
 
 KEY = "kfac_preconditioner"  # entry of a checkpoint, with the factors of all ranks
 
@@ -277,6 +278,8 @@ class KFACPreconditioner(Callback):
         factor = 1 / samples if self.fisher == "mc" else slopes_factor(trainer, samples, self._first)
         if self._factors.take_in(self._sums.end(), factor, self.factor_decay):
             self._last["factors"] = self._step
+            if any(over_ranks(self._factors.is_waiting)):  # a layer's first factors
+                self._last["inverses"] = None
 
     def _rates(self, trainer: Trainer, optimizer: Optimizer) -> dict[str, float]:
         """Learning rates of the layers' weights."""

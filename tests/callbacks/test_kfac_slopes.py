@@ -137,6 +137,33 @@ def test_means_of_all_stages_wait_where_those_of_one_are_not_finite():
         assert steps == 3
 
 
+class Later(Small):
+    """Calls a layer from the second step on, and trains another one's bias in the first epoch alone."""
+
+    def training_step(self, batch, batch_idx):
+        x = self.inlet(batch[0])
+        return F.mse_loss(self.outlet(x + self.blocks[0](x) if self.trainer.global_step else x), batch[1])
+
+    def on_train_epoch_start(self):
+        self.inlet.bias.requires_grad_(self.current_epoch == 0)
+
+
+class Kept(KFACPreconditioner):
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        names = ("inlet", "blocks.0.linear")
+        found = {name: pl_module.get_parameter(f"{name}.weight").grad for name in names}
+        before = {name: gradient.clone() for name, gradient in found.items() if gradient is not None}
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
+        changed = [name for name in before if not torch.equal(before[name], found[name])]
+        self.changed = [*getattr(self, "changed", []), changed]
+
+
+def test_layers_called_later_are_inverted_at_once_and_half_frozen_ones_left_alone():
+    callback = Kept(0.1, factor_every=1, inverse_every=9)
+    fit(Later(), batches([0, 1], [2, 3], [4, 5]), callbacks=[callback], max_epochs=2)
+    assert callback.changed == [["inlet"], *2 * [["inlet", "blocks.0.linear"]], *3 * [["blocks.0.linear"]]]
+
+
 class Negative(KFACPreconditioner):
     """The last stage's factors are negative."""
 

@@ -130,6 +130,11 @@ class RunningFactors:
             self._heed(name, damping, value)
         self._share(ready)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a layer has factors and no inverses yet."""
+        return any(own.count and own.inverses is None for own in self.of.values())
+
     def natural(self, name: str, gradient: Tensor) -> Tensor | None:
         """The natural gradient of a layer, of the gradient's type; None without inverses."""
         own = self.of[name]

@@ -25,11 +25,13 @@ class Layer:
         columns: Of the gradient's matrix, and of A; with one for the bias.
         rows: Of the gradient's matrix, and of G.
         is_diagonal: A is diagonal, and kept as a vector.
+        parameters: Their names in the module.
     """
 
     columns: int
     rows: int
     is_diagonal = False
+    parameters: tuple[str, ...] = ("weight",)
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """What a call keeps of its arguments: inputs as rows, without the one for the bias, or numbers of rows."""
@@ -62,6 +64,7 @@ class Dense(Layer):
     def __init__(self, module: nn.Module, num_inputs: int, num_outputs: int, *, transposed: bool) -> None:
         self.has_bias = getattr(module, "bias", None) is not None
         self.columns, self.rows = num_inputs + self.has_bias, num_outputs
+        self.parameters = ("weight", "bias") if self.has_bias else ("weight",)
         self._transposed = transposed
 
     @override

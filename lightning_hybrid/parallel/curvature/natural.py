@@ -41,14 +41,17 @@ class NaturalGradients:
         """Put natural gradients where gradients are; all ranks of the world call it together.
 
         Args:
-            parts: Views of gradients, by the names of parameters. A layer that has none of its weight is left alone.
+            parts: Views of gradients, by the names of parameters. A layer without its weight's or its bias's, as one
+                that has been frozen since, is left alone.
             rates: Learning rates, by layer.
             kl_clip: As of `clipping_factor`.
 
         Returns:
             What natural gradients have been multiplied by.
         """
-        names = [name for name in self._layers if f"{name}.weight" in parts]
+        names = [
+            name for name, layer in self._layers.items() if all(f"{name}.{own}" in parts for own in layer.parameters)
+        ]
         self._wholes.plan(parts, [own for name in names for own in (f"{name}.weight", f"{name}.bias")])
         product = torch.zeros((), dtype=torch.float64, device=self._device)
         changed: list[Tensor] = []
