@@ -57,7 +57,7 @@ class KFACPreconditioner(Callback):
         fisher: "empirical" takes slopes of the loss that is trained on; "mc" of one with labels that the model draws,
             in a pass of its own each time that the means are updated.
         modules: Layers that are taken, by patterns of names or types, as in `WeightDecayRules`; None takes all that can
-            be, and lists in a table why others are left alone.
+            be and have no factor of more than 16,384 rows, and lists in a table why others are left alone.
         seed: Of the labels that "mc" draws.
 
     `damping`, `factor_every` and `inverse_every` may also be a mapping of values by the step from which they hold, or

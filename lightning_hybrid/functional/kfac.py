@@ -84,7 +84,7 @@ def inverted(factor: Tensor, shift: float) -> Inverse | None:
 
 
 def decomposed(factor: Tensor, shift: float) -> Inverse | None:
-    """Eigenvalues, not below 0, and eigenvectors of a factor; None if factor + shift I is not positive definite.
+    """Eigenvalues, not below 0, and eigenvectors of a factor; None if it has none, or not above -shift.
 
     Args:
         factor: Symmetric, of shape (n, n), or a diagonal (n,).
@@ -92,7 +92,10 @@ def decomposed(factor: Tensor, shift: float) -> Inverse | None:
     """
     if not bool(factor.isfinite().all()):
         return None
-    values, vectors = (factor, factor.new_empty(0)) if factor.ndim == 1 else torch.linalg.eigh(factor)
+    try:
+        values, vectors = (factor, factor.new_empty(0)) if factor.ndim == 1 else torch.linalg.eigh(factor)
+    except torch.linalg.LinAlgError:  # it has not converged
+        return None
     return Inverse(values.clamp(min=0), vectors) if float(values.min()) + shift > 0 else None
 
 

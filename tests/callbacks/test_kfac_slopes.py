@@ -1,5 +1,8 @@
 """Which slopes a K-FAC preconditioner sees, in what units, and what ranks with other layers hear of them."""
 
+import re
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -174,10 +177,22 @@ class Negative(KFACPreconditioner):
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
 
 
-def negative():
-    with pytest.raises(RuntimeError) as caught:
-        fit(Small(), batches(range(6)), hybrid(2), callbacks=[Negative(0.1)])
-    return str(caught.value)
+class Stuck(KFACPreconditioner):
+    """The last stage's eigenvalues do not converge."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        effect = torch.linalg.LinAlgError if "outlet" in self._factors.of else torch.linalg.eigh
+        with patch.object(torch.linalg, "eigh", side_effect=effect):
+            super().on_before_optimizer_step(trainer, pl_module, optimizer)
+
+
+def not_inverted():
+    errors = []
+    for callback in (Negative(0.1), Stuck(0.1, method="eigen")):
+        with pytest.raises(RuntimeError, match=r"with damping=0\.1") as caught:
+            fit(Small(), batches(range(6)), hybrid(2), callbacks=[callback])
+        errors.append(str(caught.value))
+    return errors
 
 
 def mismatched(path):
@@ -195,7 +210,8 @@ def mismatched(path):
 
 
 def test_a_fault_of_one_stage_is_an_error_on_all_ranks(tmp_path):
-    for error in run_trainers(2, negative):
-        assert error.startswith("The Kronecker factors of outlet are not positive definite with damping=0.1")
+    for negative, stuck in run_trainers(2, not_inverted):
+        assert negative.startswith("The Kronecker factors of outlet are not positive definite")
+        assert re.match(r"The Kronecker factors of (outlet|blocks\.[0-9]\.linear) are not positive definite", stuck)
     for error in run_trainers(2, mismatched, tmp_path / "last.ckpt"):
         assert error.startswith("Rank 1: The checkpoint has Kronecker factors of shapes [(7, 7), (2, 2)] for outlet")
