@@ -86,9 +86,8 @@ class RunningFactors:
             Whether all were finite. A layer without inputs is left as it is.
         """
         numbers = torch.stack([each.number for each in sums.values()]).tolist() if sums else []
-        slopes = [each.slopes for each in sums.values()]
-        for each in slopes:
-            each.mul_(factor)
+        for each in sums.values():
+            each.slopes.mul_(factor)
         largest = [torch.stack([each.inputs.abs().max(), each.slopes.abs().max()]) for each in sums.values()]
         if largest and not bool(torch.stack(largest).isfinite().all()):
             return False
