@@ -94,7 +94,7 @@ def decomposed(factor: Tensor, shift: float) -> Inverse | None:
         return None
     try:
         values, vectors = (factor, factor.new_empty(0)) if factor.ndim == 1 else torch.linalg.eigh(factor)
-    except torch.linalg.LinAlgError:  # it has not converged
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # it has not converged
         return None
     return Inverse(values.clamp(min=0), vectors) if float(values.min()) + shift > 0 else None
 
