@@ -29,7 +29,6 @@ TARGET = 1.3
 CASES_OF: dict[str, dict[str, Any]] = {
     "inverse": {"method": "inverse"},
     "eigen": {"method": "eigen"},
-    "blocks": {"method": "inverse", "modules": "blocks"},
 }
 
 

@@ -441,12 +441,12 @@ def draw_kfac_preconditioner() -> None:
         left.plot([loss / module.losses[0] for loss in module.losses], color=colors[way.arm], label=way.arm)
     left.set(xlabel="step", ylabel="loss / first", yscale="log")
     left.set_title("least squares", fontsize=9)
-    for way in (Way("SGD", 0.8, 0.9), Way("AdamW", 0.025, 0.01), Way("K-FAC", 0.3, 3e-3)):
+    for way in (Way("SGD", 0.4, 0.9), Way("AdamW", 0.025, 0.01), Way("K-FAC", 0.3, 1e-3)):
         watch, _ = train(Run("digits", way, 0))
-        shares = [values[1] * ENOUGH["digits"] for values in watch.values]
+        shares = [value * ENOUGH["digits"] for value in watch.values]
         right.plot(range(1, len(shares) + 1), shares, color=colors[way.arm], label=way.arm)
     right.axhline(ENOUGH["digits"], color="black", linewidth=0.8, linestyle="--")
-    right.set(xlabel="step", ylabel="test digits told right", ylim=(0.5, 1.0))
+    right.set(xlabel="step", ylabel="held-out digits told right", ylim=(0.5, 1.0))
     right.set_title("digits, batch of 1,024", fontsize=9)
     right.legend(fontsize=8, loc="lower right")
     save(figure, "kfac_preconditioner")
