@@ -432,8 +432,11 @@ def draw_divergence_rollback() -> None:
 
 def draw_kfac_preconditioner() -> None:
     """Losses of least squares and shares of digits told right by step, with SGD, AdamW and K-FAC, each at its best."""
+    import torch
+
     from examples.natural_gradient import ENOUGH, Run, Way, train
 
+    torch.set_num_threads(1)  # as the example, whose sums have the same last bits then
     figure, (left, right) = plain(columns=2)
     colors = {"SGD": "tab:red", "AdamW": "tab:green", "K-FAC": "tab:blue"}
     for way in (Way("SGD", 0.05, 0.99), Way("AdamW", 0.03, 0.0), Way("K-FAC", 0.1, 1e-4)):
