@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from jsonargparse import ArgumentParser
+from lightning.pytorch import Callback
 
 import lightning_hybrid
 from lightning_hybrid import callbacks, experts, metrics, optim
@@ -79,3 +81,38 @@ def test_yaml_parses_and_names_classes_that_are_there(path):
 def test_make_targets_exist(path):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     assert set(re.findall(r"(?:`|\$ )make ([a-z-]+)", path.read_text())) <= targets
+
+
+@each_text
+def test_callbacks_of_configurations_can_be_made(path, monkeypatch):
+    """By jsonargparse, as LightningCLI does, which takes types of arguments from annotations."""
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    for block in code_blocks(path, "yaml"):
+        given = yaml.safe_load(block).get("trainer", {}).get("callbacks")
+        if given is not None:
+            parser = ArgumentParser(exit_on_error=False)
+            parser.add_argument("--callbacks", type=list[Callback])
+            made = parser.instantiate_classes(parser.parse_object({"callbacks": given})).callbacks
+            names = [entry["class_path"].rpartition(".")[2] for entry in given]
+            assert [type(callback).__name__ for callback in made] == names
+
+
+def test_defaults_of_callbacks_survive_configurations(monkeypatch):
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    given = {
+        "BatchSizeGrowth": {"milestones": {30: 2, 60: 1.5}},
+        "KFACPreconditioner": {"damping": {0: 0.1, 10: 1}, "factor_every": {0: 2}},
+        "OptimizerRestart": {},
+        "DivergenceRollback": {"skip_batches": 3},
+        "GradientNoise": {},
+        "LearningRateWarmup": {"steps": 3},
+        "ExpertMonitor": {},
+        "CommunicationLedger": {},
+        "MemoryLedger": {},
+    }
+    for name, arguments in given.items():
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_argument("--callback", type=Callback)
+        entry = {"class_path": f"lightning_hybrid.callbacks.{name}", "init_args": arguments}
+        made = parser.instantiate_classes(parser.parse_object({"callback": entry})).callback
+        assert type(made) is getattr(callbacks, name)

@@ -26,7 +26,7 @@ from lightning_hybrid.callbacks.kfac_runs import (
     weighs_losses,
 )
 from lightning_hybrid.callbacks.reports import fail_together
-from lightning_hybrid.functional.stepwise import Stepwise, checked_value
+from lightning_hybrid.functional.stepwise import Stepwise, StepwiseWhole, checked_value
 from lightning_hybrid.parallel.curvature.factors import RunningFactors
 from lightning_hybrid.parallel.curvature.natural import NaturalGradients
 from lightning_hybrid.parallel.curvature.states import gather_states, restore_states, restore_window
@@ -76,8 +76,8 @@ class KFACPreconditioner(Callback):
         self,
         damping: Stepwise = 0.001,
         factor_decay: float = 0.95,
-        factor_every: Stepwise = 10,
-        inverse_every: Stepwise = 100,
+        factor_every: StepwiseWhole = 10,
+        inverse_every: StepwiseWhole = 100,
         kl_clip: float | None = 0.001,
         method: Literal["inverse", "eigen"] = "inverse",
         fisher: Literal["empirical", "mc"] = "empirical",

@@ -9,6 +9,9 @@ from numbers import Integral, Real
 Stepwise = float | Mapping[int, float] | Callable[[int], float]
 """A value, values by the step from which they hold, or a function of the step."""
 
+StepwiseWhole = int | Mapping[int, int] | Callable[[int], int]
+"""The same of whole numbers, which stay so in configurations."""
+
 
 def value_at(schedule: Stepwise, step: int) -> float:
     """The value of a step, counted from 0.
